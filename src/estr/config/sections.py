@@ -1,0 +1,133 @@
+"""The sections of a run's configuration: one typed class a section, one line of description a field."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values are checked when assigned."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class RunConfig(Section):
+    seed: int = Field(0, ge=0, description="Every random choice of the run is derived from it.")
+    steps: int = Field(100, ge=0, description="Optimizer steps.")
+    output: str = Field("", description="Run directory; empty: runs/<task>-<recipe>-<time>.")
+    checkpoint_every: int = Field(50, ge=1, description="Optimizer steps between checkpoints.")
+    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept, beside the best and the last.")
+    eval_every: int = Field(0, ge=0, description="Optimizer steps between held-out evaluations; 0: never.")
+    eval_prompts: int = Field(300, ge=1, description="Held-out problems per evaluation.")
+    eval_temperature: float = Field(1.0, ge=0, description="Decoding temperature of evaluations; 0 is greedy.")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list, description="Where metrics go beside metrics.jsonl."
+    )
+
+
+class ModelConfig(Section):
+    path: str = Field("builtin:tiny", description="builtin:tiny, builtin:micro, a model directory or a hub name.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Data type the weights are loaded in.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with a model.")
+    warmup_steps: int = Field(
+        -1, ge=-1, description="Supervised steps on the task's demonstrations before a builtin model is first used; "
+        "-1: what the task and the model ask for.")
+    lora_rank: int = Field(0, ge=0, description="Rank of LoRA adapters (needs estr[peft]); 0 trains all weights.")
+    lora_alpha: float = Field(16.0, gt=0, description="LoRA scale.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
+
+
+class TaskConfig(Section):
+    """Keys that every task shares; a task's own keys stand beside them and are checked by the task."""
+
+    model_config = ConfigDict(extra="allow", validate_assignment=True)
+
+    name: str = Field("calculator", description="Name of the task (see `estr tasks`) or module:Class of your own.")
+    path: str = Field("", description="Local file with problems, for tasks that read one.")
+    tool_timeout: float = Field(30.0, gt=0, description="Seconds one environment step may take.")
+
+    def options(self) -> dict[str, Any]:
+        """The task's own keys."""
+        return dict(self.model_extra or {})
+
+
+class RolloutConfig(Section):
+    engine: Literal["local", "vllm"] = Field("local", description="What generates.")
+    group_size: int = Field(8, ge=1, description="Trajectories of one prompt.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass; below 1 is refused in training (FAULTS A3).")
+    top_k: int = Field(0, ge=0, description="Most likely tokens kept; above 0 is refused in training (FAULTS A3).")
+    max_new_tokens: int = Field(64, ge=1, description="Action tokens of one assistant turn.")
+    max_turns: int = Field(6, ge=1, description="Assistant turns of one trajectory.")
+    max_context: int = Field(0, ge=0, description="Tokens of one row; 0: what prompt, turns and model allow.")
+    dtype: str = Field("float32", description="Engine precision: float32, bfloat16 or intN (simulated, N = 2..8).")
+    slots: int = Field(64, ge=1, description="Trajectories decoded at once by one engine.")
+    parked: int = Field(-1, ge=-1, description="Further rows that keep the cache of waiting trajectories; -1: as slots.")
+    kv: Literal["keep", "recompute"] = Field("keep", description="Cached keys and values after a weight update.")
+
+
+class ScheduleConfig(Section):
+    mode: Literal["sync", "async", "lockstep"] = Field("async", description="How generation and training interleave.")
+    max_staleness: int = Field(4, ge=0, description="async: most optimizer steps between first token and training.")
+    inter: int = Field(0, ge=0, description="lockstep: imposed staleness of the last token.")
+    intra: int = Field(0, ge=0, description="lockstep: further imposed staleness of the first token.")
+    intra_every: int = Field(1, ge=1, description="lockstep: action tokens per version.")
+    attempts: int = Field(3, ge=1, description="Attempts at one trajectory before its group fails.")
+    group_failure: Literal["drop"] = Field("drop", description="What a group does when a sibling failed for good.")
+    max_failed_groups: int = Field(8, ge=1, description="Groups failed in a row that stop the run.")
+    wait_timeout: float = Field(300.0, gt=0, description="Seconds the learner waits without any progress.")
+
+
+class ObjectiveConfig(Section):
+    """Recipe and advantage; the recipe's hyperparameters stand beside them and are checked by the recipe."""
+
+    model_config = ConfigDict(extra="allow", validate_assignment=True)
+
+    recipe: str = Field("estr", description="Name of the objective (see `estr recipes`).")
+    advantage: str = Field("grpo", description="Name of the advantage estimator.")
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL divergence to the starting model.")
+    kl_estimator: Literal["k1", "k3"] = Field("k3", description="Estimator of that divergence.")
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The recipe's own keys."""
+        return dict(self.model_extra or {})
+
+
+class LearnerConfig(Section):
+    learning_rate: float = Field(1e-4, ge=0, description="Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear learning-rate warm-up.")
+    min_learning_rate_ratio: float = Field(0.0, ge=0, le=1, description="Floor of the decay, as a share of the peak.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2.")
+    adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
+    prompts_per_step: int = Field(8, ge=1, description="Groups of one rollout batch.")
+    minibatches: int = Field(1, ge=1, description="Optimizer steps one rollout batch is split into.")
+    epochs: int = Field(1, ge=1, description="Passes over one rollout batch.")
+    tokens_per_microbatch: int = Field(8192, ge=1, description="Tokens of one forward pass.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Gradient norm above which gradients are scaled; 0: never.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Autocast type; master weights stay float32.")
+    truncated: Literal["keep", "mask", "penalize"] = Field("keep", description="What trains of cut-off trajectories.")
+    truncation_penalty: float = Field(0.5, ge=0, description="Reward taken from them when penalized.")
+    max_skipped_steps: int = Field(5, ge=1, description="Non-finite steps in a row that stop the run.")
+
+
+class RuntimeConfig(Section):
+    kind: Literal["local", "ray"] = Field("local", description="Where processes run.")
+    engines: int = Field(0, ge=0, description="Engine processes; 0: one in async, one per core in sync.")
+    engine_threads: int = Field(1, ge=1, description="Threads of one engine process.")
+    learner_threads: int = Field(0, ge=0, description="Threads of the learner; 0: one in async, one per core in sync.")
+
+
+class Config(Section):
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)

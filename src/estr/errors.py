@@ -1,0 +1,40 @@
+"""Errors that reach a person: one sentence that says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EstrError(Exception):
+    """Base of every error this package raises on purpose; ``exit_status`` is what the command line returns."""
+
+    exit_status = 1
+
+
+class UsageError(EstrError):
+    """A wrong command, configuration or input file (exit status 2)."""
+
+    exit_status = 2
+
+
+class RunError(EstrError):
+    """A failure at run time: verifier, worker, disk, divergence (exit status 1)."""
+
+    exit_status = 1
+
+
+class MissingExtraError(UsageError):
+    """A feature whose optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"this needs the package {package!r}; install it with: pip install 'estr[{extra}]'")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name closest to ``name``, as the end of a sentence: ``"; did you mean 'tau'?"``, or a list of all."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known are {', '.join(names)}" if names else ""

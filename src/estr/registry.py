@@ -1,0 +1,82 @@
+"""A table of methods of one kind: each a small dataclass, found by name, with its source and how sure we are of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from estr.errors import nearest
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type[Any])
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of a table: what a method is, where it comes from and what it can be told."""
+
+    name: str
+    description: str
+    formula: str
+    source: str
+    confidence: str
+    hyperparameters: dict[str, Any]
+    build: type[Any]
+
+
+class Registry(Generic[T]):
+    """Methods of one kind by name; ``kind`` is the word that error messages use."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._methods: dict[str, Method] = {}
+
+    def register(self, name: str, *, description: str, formula: str, source: str, confidence: str) -> Callable[[C], C]:
+        """Enter a class under ``name``; its constructor's keywords with their defaults are its hyperparameters."""
+
+        def enter(build: C) -> C:
+            self._methods[name] = Method(name, description, formula, source, confidence, _defaults(build), build)
+            return build
+
+        return enter
+
+    def table(self) -> dict[str, Method]:
+        """All methods of this kind by name."""
+        return dict(self._methods)
+
+    def make(self, name: str, options: dict[str, Any]) -> T:
+        """The method ``name`` with ``options`` in place of its defaults.
+
+        Raises ``ValueError``, naming the nearest known one, for an unknown name or option, and for a value that the
+        method refuses.
+        """
+        if name not in self._methods:
+            raise ValueError(f"unknown {self.kind} {name!r}{nearest(name, self._methods)}")
+        method = self._methods[name]
+        for option in options:
+            if option not in method.hyperparameters:
+                raise ValueError(
+                    f"{self.kind} {name!r} has no option {option!r}{nearest(option, method.hyperparameters)}"
+                )
+        instance: T = method.build(**options)
+        return instance
+
+
+def _defaults(build: type[Any]) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in inspect.signature(build).parameters.items()}
+
+
+def choose(option: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{option} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+def within(option: str, value: Any, low: float, high: float = float("inf"), *, open_low: bool = False) -> None:
+    """Raise ``ValueError`` unless ``value`` is a number in [low, high] (in (low, high] with ``open_low``)."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (low < value <= high if open_low else low <= value <= high):
+        bracket = "(" if open_low else "["
+        raise ValueError(f"{option} must be a number in {bracket}{low:g}, {high:g}], not {value!r}")

@@ -1,0 +1,94 @@
+"""What the engine knows of its rows, token by token, in preallocated tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from estr.engines.sampler import Sampled
+from estr.trajectory import Segment
+
+
+class RowStore:
+    """Tokens, log μ, H, versions of every row, [rows, columns]; lengths and the running turn's limits, [rows]."""
+
+    _WIDE = ("tokens", "action", "logprob", "entropy", "version", "uniform")
+    _NARROW = ("length", "cached", "turn_start", "limit")
+
+    def __init__(self, rows: int, columns: int) -> None:
+        nan = float("nan")
+        self.tokens = torch.zeros(rows, columns, dtype=torch.int64)
+        self.action = torch.zeros(rows, columns, dtype=torch.bool)
+        self.logprob = torch.full((rows, columns), nan, dtype=torch.float32)
+        self.entropy = torch.full((rows, columns), nan, dtype=torch.float32)
+        self.version = torch.full((rows, columns), -1, dtype=torch.int32)
+        self.uniform = torch.zeros(rows, columns, dtype=torch.float64)
+        self.length = torch.zeros(rows, dtype=torch.int64)
+        self.cached = torch.zeros(rows, dtype=torch.int64)  # positions whose keys and values are in the cache
+        self.turn_start = torch.zeros(rows, dtype=torch.int64)
+        self.limit = torch.zeros(rows, dtype=torch.int64)
+
+    def clear(self, row: int) -> None:
+        self.action[row] = False
+        self.logprob[row] = float("nan")
+        self.entropy[row] = float("nan")
+        self.version[row] = -1
+        self.length[row] = 0
+        self.cached[row] = 0
+
+    def append(self, row: int, tokens: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample."""
+        start = int(self.length[row])
+        self.tokens[row, start : start + len(tokens)] = torch.as_tensor(list(tokens), dtype=torch.int64)
+        self.length[row] = start + len(tokens)
+
+    def begin_turn(self, row: int, limit: int, uniform: NDArray[np.float64]) -> None:
+        self.turn_start[row] = self.length[row]
+        self.limit[row] = limit
+        if limit > self.uniform.shape[1]:
+            self.uniform = torch.nn.functional.pad(self.uniform, (0, limit - self.uniform.shape[1]))
+        self.uniform[row, :limit] = torch.from_numpy(uniform)
+
+    def put(self, rows: Tensor, positions: Tensor, sampled: Sampled, version: int) -> None:
+        """File one sampled token a row at ``positions``."""
+        self.tokens[rows, positions] = sampled.token
+        self.action[rows, positions] = True
+        self.logprob[rows, positions] = sampled.logprob
+        self.entropy[rows, positions] = sampled.entropy
+        self.version[rows, positions] = version
+        self.length[rows] = positions + 1
+
+    def row_tokens(self, row: int) -> NDArray[np.int64]:
+        tokens: NDArray[np.int64] = self.tokens[row, : int(self.length[row])].numpy()
+        return tokens
+
+    def segment(self, row: int) -> Segment:
+        """A copy of the row as the model read it."""
+        span = slice(0, int(self.length[row]))
+        return Segment(
+            tokens=self.tokens[row, span].numpy().astype(np.int32),
+            action=self.action[row, span].numpy().copy(),
+            logprob=self.logprob[row, span].numpy().copy(),
+            entropy=self.entropy[row, span].numpy().copy(),
+            version=self.version[row, span].numpy().copy(),
+        )
+
+    def swap(self, a: int, b: int) -> None:
+        for name in self._WIDE + self._NARROW:
+            store: Tensor = getattr(self, name)
+            held = store[a].clone()
+            store[a] = store[b]
+            store[b] = held
+
+    def grow(self, columns: int) -> None:
+        """Widen every [rows, columns] tensor, keeping what is there."""
+        fill = {"logprob": float("nan"), "entropy": float("nan"), "version": -1}
+        for name in self._WIDE:
+            old: Tensor = getattr(self, name)
+            if old.shape[1] < columns:
+                padding = (0, columns - old.shape[1])
+                setattr(self, name, torch.nn.functional.pad(old, padding, value=fill.get(name, 0)))

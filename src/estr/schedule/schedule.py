@@ -1,0 +1,225 @@
+"""Paced admission with reserved training steps.
+
+A group's life: admitted (it reserves a rollout batch that starts no later than its deadline) → its trajectories finish,
+a failed one being issued again a bounded number of times → taken by the learner as a whole, or dropped with a reason.
+Pure logic over version numbers: no clock, no process, no model.
+
+Let S be the optimizer steps of one rollout batch and P its groups. A batch that starts at version V trains its last
+minibatch at V + S - 1, so a group whose first token was sampled at v must be in a batch that starts at
+v + max_staleness - (S - 1) or earlier: its deadline. From version V, batch j (0, 1, …) starts at V + jS at the latest.
+The reservations can be kept as long as, for every j, at most P·(j + 1) outstanding groups have to be in one of the
+batches 0..j. Admission keeps that true, and taking a batch is allowed only if it stays true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from estr.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class ScheduleRules:
+    prompts_per_step: int  # P, groups of a rollout batch
+    group_size: int
+    steps_per_batch: int = 1  # S = minibatches * epochs
+    max_staleness: int = 0  # v_target - v_first, inclusive
+    attempts: int = 3
+    max_failed_groups: int = 8
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < self.steps_per_batch - 1:
+            raise ValueError(
+                f"max_staleness {self.max_staleness} cannot hold with {self.steps_per_batch} optimizer steps a rollout "
+                f"batch: the last one is {self.steps_per_batch - 1} versions behind; use at least that"
+            )
+
+    @property
+    def lag(self) -> int:
+        """How many optimizer steps may pass between a group's first token and the start of its rollout batch."""
+        return self.max_staleness - (self.steps_per_batch - 1)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One trajectory to be generated."""
+
+    group: int
+    sibling: int
+    attempt: int
+
+
+@dataclass
+class Group:
+    """The trajectories of one prompt on their way to the learner."""
+
+    number: int
+    size: int
+    admitted_version: int
+    deadline: int  # newest version at which its rollout batch may start
+    finished: dict[int, Trajectory] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)
+    finish_order: int = -1
+
+    @property
+    def complete(self) -> bool:
+        return len(self.finished) == self.size
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [self.finished[sibling] for sibling in sorted(self.finished)]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What the learner waits for, for a message to a person."""
+
+    complete: int
+    needed: int
+    due: tuple[int, ...]  # groups that must be in this batch and are not finished
+
+    def __str__(self) -> str:
+        if self.due:
+            names = ", ".join(map(str, self.due[:5]))
+            return f"group {names} that this step was reserved for"
+        return f"{self.needed - self.complete} more finished groups ({self.complete} of {self.needed} are there)"
+
+
+class Schedule:
+    """Groups in flight and finished, under :class:`ScheduleRules`; ``version`` arguments are the learner's."""
+
+    def __init__(self, rules: ScheduleRules, *, next_group: int = 0, total_groups: int | None = None) -> None:
+        self.rules = rules
+        self.next_group = next_group
+        self.remaining = total_groups  # groups still to be trained, in flight ones included; None: no end
+        self.failed_in_a_row = 0
+        self._groups: dict[int, Group] = {}
+        self._finished_count = 0
+
+    # ------------------------------------------------------------------ admission
+
+    def admissible(self, version: int) -> int:
+        """How many groups may be admitted at ``version``."""
+        room = self._room(version, version + self.rules.lag)
+        if self.remaining is not None:
+            room = min(room, self.remaining - len(self._groups))
+        return max(0, room)
+
+    def admit(self, version: int) -> list[Ticket]:
+        """Admit one group; its tickets are the work to issue."""
+        number, self.next_group = self.next_group, self.next_group + 1
+        return self.readmit(number, version)
+
+    def readmit(self, number: int, version: int, attempts: dict[int, int] | None = None) -> list[Ticket]:
+        """Admit group ``number`` again (after a resume) under the same number, so with the same seeds."""
+        group = Group(number, self.rules.group_size, version, version + self.rules.lag, attempts=dict(attempts or {}))
+        self._groups[number] = group
+        return [Ticket(number, sibling, group.attempts.get(sibling, 0)) for sibling in range(group.size)]
+
+    def _room(self, version: int, deadline: int) -> int:
+        """Groups that could still be added with ``deadline`` while all reservations can be kept."""
+        last = self._batch_of(version, deadline)
+        due = self._due_counts(version)
+        room = self.rules.prompts_per_step * (last + 1) - sum(due.values())
+        beyond = [j for j in due if j > last]
+        if not beyond:
+            return room
+        return min(
+            self.rules.prompts_per_step * (j + 1) - sum(n for i, n in due.items() if i <= j) for j in [last, *beyond]
+        )
+
+    def _batch_of(self, version: int, deadline: int) -> int:
+        """Last batch (0 is the next one) that starts by ``deadline`` if the next one starts at ``version``."""
+        return (deadline - version) // self.rules.steps_per_batch
+
+    def _due_counts(self, version: int, without: Iterable[int] = ()) -> dict[int, int]:
+        skip = set(without)
+        due: dict[int, int] = {}
+        for group in self._groups.values():
+            if group.number not in skip:
+                batch = self._batch_of(version, group.deadline)
+                due[batch] = due.get(batch, 0) + 1
+        return due
+
+    # ------------------------------------------------------------------ results
+
+    def finish(self, trajectory: Trajectory) -> bool:
+        """File a finished trajectory; False where it is not expected (its group was dropped, or it came twice)."""
+        group = self._groups.get(trajectory.group)
+        if group is None or trajectory.sibling in group.finished:
+            return False
+        group.finished[trajectory.sibling] = trajectory
+        if group.complete:
+            group.finish_order, self._finished_count = self._finished_count, self._finished_count + 1
+            self.failed_in_a_row = 0
+        return True
+
+    def fail(self, number: int, sibling: int) -> Ticket | Group | None:
+        """A trajectory failed: a Ticket to try it again, or the Group that is dropped because it failed too often;
+        None where the group is already gone."""
+        group = self._groups.get(number)
+        if group is None:
+            return None
+        attempt = group.attempts.get(sibling, 0) + 1
+        if attempt < self.rules.attempts:
+            group.attempts[sibling] = attempt
+            return Ticket(number, sibling, attempt)
+        self.failed_in_a_row += 1
+        return self._groups.pop(number)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether so many groups failed in a row that going on makes no sense."""
+        return self.failed_in_a_row >= self.rules.max_failed_groups
+
+    # ------------------------------------------------------------------ the learner's side
+
+    def take(self, version: int) -> list[Group] | Waiting:
+        """The next rollout batch, or what it waits for.
+
+        Finished groups go by deadline, then by order of finishing; a group may be overtaken by others as long as the
+        reservations of those left behind can be kept.
+        """
+        ready = sorted(
+            (group for group in self._groups.values() if group.complete),
+            key=lambda group: (group.deadline, group.finish_order),
+        )
+        size = self.rules.prompts_per_step
+        chosen = ready[:size]
+        late = self._left_too_late(version, chosen)
+        if len(chosen) < size or late:
+            return Waiting(len(chosen), size, late)
+        for group in chosen:
+            del self._groups[group.number]
+        if self.remaining is not None:
+            self.remaining -= len(chosen)
+        return chosen
+
+    def _left_too_late(self, version: int, chosen: list[Group]) -> tuple[int, ...]:
+        """Groups whose reservation would be broken if ``chosen`` were the batch that starts at ``version``."""
+        due = self._due_counts(version, without=(group.number for group in chosen))
+        total = 0
+        for batch in sorted(due):
+            total += due[batch]
+            if total > self.rules.prompts_per_step * max(batch, 0):
+                return tuple(
+                    group.number
+                    for group in sorted(self._groups.values(), key=lambda group: group.deadline)
+                    if not group.complete and self._batch_of(version, group.deadline) <= batch
+                )
+        return ()
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def outstanding(self) -> list[Group]:
+        """Groups admitted and not yet taken, by number."""
+        return [self._groups[number] for number in sorted(self._groups)]
+
+    def drop(self, number: int) -> Group | None:
+        """Forget a group."""
+        return self._groups.pop(number, None)
+
+    def state(self) -> dict[str, int | None]:
+        return {"next_group": self.next_group, "remaining": self.remaining}

@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values are checked when assigned."""
+    """Base of every section: unknown keys are errors, values are checked when assigned, numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -32,8 +32,11 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Data type the weights are loaded in.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with a model.")
     warmup_steps: int = Field(
-        -1, ge=-1, description="Supervised steps on the task's demonstrations before a builtin model is first used; "
-        "-1: what the task and the model ask for.")
+        -1,
+        ge=-1,
+        description="Supervised steps on the task's demonstrations before a builtin model is first used; "
+        "-1: what the task and the model ask for.",
+    )
     lora_rank: int = Field(0, ge=0, description="Rank of LoRA adapters (needs estr[peft]); 0 trains all weights.")
     lora_alpha: float = Field(16.0, gt=0, description="LoRA scale.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
@@ -64,7 +67,9 @@ class RolloutConfig(Section):
     max_context: int = Field(0, ge=0, description="Tokens of one row; 0: what prompt, turns and model allow.")
     dtype: str = Field("float32", description="Engine precision: float32, bfloat16 or intN (simulated, N = 2..8).")
     slots: int = Field(64, ge=1, description="Trajectories decoded at once by one engine.")
-    parked: int = Field(-1, ge=-1, description="Further rows that keep the cache of waiting trajectories; -1: as slots.")
+    parked: int = Field(
+        -1, ge=-1, description="Further rows that keep the cache of waiting trajectories; -1: as slots."
+    )
     kv: Literal["keep", "recompute"] = Field("keep", description="Cached keys and values after a weight update.")
 
 
@@ -87,6 +92,7 @@ class ObjectiveConfig(Section):
 
     recipe: str = Field("estr", description="Name of the objective (see `estr recipes`).")
     advantage: str = Field("grpo", description="Name of the advantage estimator.")
+    advantage_options: dict[str, Any] = Field(default_factory=dict, description="The estimator's own settings.")
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL divergence to the starting model.")
     kl_estimator: Literal["k1", "k3"] = Field("k3", description="Estimator of that divergence.")
 

@@ -1,0 +1,187 @@
+"""From a TOML file and ``--set`` arguments to a resolved configuration, and back to TOML."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tomli_w
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from estr.config.objective_section import resolve_objective
+from estr.config.sections import Config, Section
+from estr.config.toml import line_of, parse_set, read_toml
+from estr.errors import UsageError, nearest
+
+_SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
+_SCHEDULE_KEYS = {"sync": (), "async": ("max_staleness",), "lockstep": ("inter", "intra", "intra_every")}
+
+
+class LoadedConfig(NamedTuple):
+    """A resolved configuration, and sentences about what was left out or has no effect."""
+
+    config: Config
+    notices: list[str]
+
+
+def load_config(path: str | os.PathLike[str] | None, sets: Sequence[str] = ()) -> LoadedConfig:
+    """Read ``path`` (None: defaults only), apply ``sets`` in order, check every key and value.
+
+    ``[objective]`` comes out with the effective hyperparameters of its recipe, complete and flat.
+
+    Raises:
+        UsageError: the file, line or ``--set`` and the key are named, with the nearest valid name.
+    """
+    file, text = read_toml(path) if path is not None else ({}, "")
+    source = _Source(os.fspath(path) if path is not None else "", text, _collect(sets))
+    _check_sections(file, source)
+    merged = {name: _merge(file.get(name, {}), source.sets.get(name, {})) for name in _SECTIONS}
+    try:
+        merged["objective"], notices = resolve_objective(file.get("objective", {}), source.sets.get("objective", {}))
+    except UsageError as error:
+        raise UsageError(source.locate(str(error))) from error
+    try:
+        config = Config.model_validate(merged, strict=True)
+    except ValidationError as error:
+        raise UsageError(_sentence(error, source)) from None
+    return LoadedConfig(config, notices + unused_schedule_keys(config.schedule.mode, merged["schedule"]))
+
+
+def dump_config(config: Config) -> str:
+    """The whole configuration as TOML; ``load_config`` reads an equal one back.
+
+    Raises:
+        UsageError: a value that TOML cannot hold.
+    """
+    values = config.model_dump()
+    try:
+        text = tomli_w.dumps(values)
+        text.encode("utf-8")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"the configuration holds a value that TOML cannot: {error}") from error
+    return text
+
+
+def unused_schedule_keys(mode: str, given: Mapping[str, Any]) -> list[str]:
+    """One line that names the schedule keys that were given and that ``mode`` does not use, or nothing."""
+    specific = {key for keys in _SCHEDULE_KEYS.values() for key in keys}
+    unused = [key for key in given if key in specific and key not in _SCHEDULE_KEYS[mode]]
+    return [f"schedule.mode is {mode}: {', '.join(sorted(unused))} not used"] if unused else []
+
+
+class _Source:
+    """Where values came from, to say so in errors."""
+
+    def __init__(self, name: str, text: str, sets: dict[str, Any]) -> None:
+        self.name = name
+        self.text = text
+        self.sets = sets
+
+    def where(self, keys: tuple[str, ...]) -> str:
+        """``"file.toml, line 3: "``, ``"--set "`` or nothing."""
+        value: Any = self.sets
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            return "--set "
+        line = line_of(self.text, keys)
+        if line is not None:
+            return f"{self.name}, line {line}: "
+        return f"{self.name}: " if self.name else ""
+
+    def locate(self, sentence: str) -> str:
+        """``sentence`` about the objective with the place of the key it starts with."""
+        key = sentence.split(":")[0].split(" ")[0].strip("[]")
+        return self.where(tuple(key.split("."))) + sentence
+
+
+def _collect(sets: Sequence[str]) -> dict[str, Any]:
+    collected: dict[str, Any] = {}
+    for argument in sets:
+        keys, value = parse_set(argument)
+        section = _SECTIONS.get(keys[0])
+        if section is None:
+            raise UsageError(f"--set {argument}: there is no section {keys[0]!r}{nearest(keys[0], _SECTIONS)}")
+        known = section.model_fields.get(keys[1])
+        if known is not None and known.annotation is str:
+            keys, value = parse_set(argument, text_key=True)
+        _place(collected, keys, value, argument)
+    return collected
+
+
+def _place(target: dict[str, Any], keys: tuple[str, ...], value: Any, argument: str) -> None:
+    for key in keys[:-1]:
+        target = target.setdefault(key, {})
+        if not isinstance(target, dict):
+            raise UsageError(f"--set {argument}: {key} is a value already, not a table")
+    target[keys[-1]] = value
+
+
+def _merge(file: Any, sets: Any) -> Any:
+    """``sets`` over ``file``, table by table."""
+    if not isinstance(file, dict) or not isinstance(sets, dict):
+        return sets
+    merged = dict(file)
+    for key, value in sets.items():
+        merged[key] = _merge(file[key], value) if isinstance(file.get(key), dict) else value
+    return merged
+
+
+def _check_sections(file: dict[str, Any], source: _Source) -> None:
+    for name, section in file.items():
+        if name not in _SECTIONS:
+            kind = "section" if isinstance(section, dict) else "key outside the sections"
+            raise UsageError(f"{source.where((name,))}there is no {kind} {name!r}{nearest(name, _SECTIONS)}")
+        if not isinstance(section, dict):
+            raise UsageError(f"{source.where((name,))}{name} must be a section: write [{name}] on a line of its own")
+
+
+def _sentence(error: ValidationError, source: _Source) -> str:
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    keys = tuple(str(part) for part in first["loc"])
+    named = keys[:2] if len(keys) > 1 else keys
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{source.where(named)}{'.'.join(keys)} {_what(first, keys)}{more}"
+
+
+def _what(problem: ErrorDetails, keys: tuple[str, ...]) -> str:
+    kind, context, value = problem["type"], problem.get("ctx", {}), problem["input"]
+    if kind == "extra_forbidden":
+        return f"is not a known key{nearest(keys[-1], _SECTIONS[keys[0]].model_fields)}"
+    if kind == "literal_error":
+        hint = nearest(value, _choices(context)) if isinstance(value, str) else ""
+        allowed = "" if hint.startswith("; known") else hint
+        return f"must be {context['expected']}, got {_show(value)}{allowed}"
+    wanted = _WANTED.get(kind)
+    if wanted is None:
+        return f"is not valid: {problem['msg']}, got {_show(value)}"
+    return f"must be {wanted.format(**context)}, got {_show(value)}"
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "list_type": "a list in brackets",
+    "dict_type": "a table",
+    "model_type": "a section",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+}
+
+
+def _choices(context: Mapping[str, Any]) -> list[str]:
+    return [part for part in str(context.get("expected", "")).split("'") if part.strip(" ,or")]
+
+
+def _show(value: Any) -> str:
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

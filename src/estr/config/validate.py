@@ -1,0 +1,113 @@
+"""Checks across sections: combinations that cannot work are refused, those that do nothing are warned about."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from estr.config.sections import Config, RolloutConfig
+from estr.errors import UsageError, nearest
+
+_DTYPES = ("float32", "bfloat16", *(f"int{bits}" for bits in range(8, 1, -1)))
+_GROUP_BASELINES = ("grpo", "dr_grpo", "rloo")
+
+
+def validate_config(config: Config, *, training: bool = True) -> list[str]:
+    """Warnings about ``config``; with ``training`` False only what concerns generating and scoring is checked.
+
+    Raises:
+        UsageError: a combination that cannot work, in one sentence.
+    """
+    _check_built(config)
+    check_rollout_dtype(config.rollout)
+    if not training:
+        return []
+    _check_sampling(config.rollout)
+    _check_batch(config)
+    _check_schedule(config)
+    return [*_group_warnings(config), *_inert_warnings(config)]
+
+
+def check_rollout_dtype(rollout: RolloutConfig) -> None:
+    """Refuse an engine precision that is not float32, bfloat16 or int2 to int8."""
+    if rollout.dtype not in _DTYPES:
+        raise UsageError(
+            f"rollout.dtype: there is no engine precision {rollout.dtype!r}{_nearest_dtype(rollout.dtype)}"
+        )
+
+
+def _nearest_dtype(name: str) -> str:
+    if re.fullmatch(r"u?int\d+", name):
+        return "; whole-number precisions are int2 to int8"
+    return nearest(name, _DTYPES)
+
+
+def _check_built(config: Config) -> None:
+    if config.rollout.engine != "local":
+        raise UsageError(f'rollout.engine = "{config.rollout.engine}" is not built yet; use "local"')
+    if config.runtime.kind != "local":
+        raise UsageError(f'runtime.kind = "{config.runtime.kind}" is not built yet; use "local"')
+
+
+def _check_sampling(rollout: RolloutConfig) -> None:
+    """FAULTS A3: μ would be normalized over the kept tokens, π over the whole vocabulary."""
+    if rollout.top_p < 1:
+        raise UsageError(
+            f"rollout.top_p = {rollout.top_p:g} is refused in training: the learner normalizes over the whole "
+            "vocabulary, so every ratio would be wrong; use top_p = 1"
+        )
+    if rollout.top_k > 0:
+        raise UsageError(
+            f"rollout.top_k = {rollout.top_k} is refused in training: the learner normalizes over the whole "
+            "vocabulary, so every ratio would be wrong; use top_k = 0"
+        )
+
+
+def _check_batch(config: Config) -> None:
+    learner = config.learner
+    if learner.minibatches > learner.prompts_per_step:
+        raise UsageError(
+            f"learner.minibatches = {learner.minibatches} is more than learner.prompts_per_step = "
+            f"{learner.prompts_per_step}: groups stay whole, so a minibatch needs at least one; lower minibatches"
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    updates = config.learner.minibatches * config.learner.epochs
+    schedule = config.schedule
+    if schedule.mode == "async" and schedule.max_staleness < updates - 1:
+        raise UsageError(
+            f"schedule.max_staleness = {schedule.max_staleness} cannot hold: a rollout batch takes {updates} optimizer "
+            f"steps (minibatches × epochs) and the last is {updates - 1} behind; set it to {updates - 1} or more"
+        )
+    if schedule.mode == "lockstep" and config.runtime.engines > 1:
+        raise UsageError(
+            f"runtime.engines = {config.runtime.engines} is refused in lockstep, which keeps one engine inside the "
+            "learner's process; use 1 or 0"
+        )
+
+
+def _group_warnings(config: Config) -> list[str]:
+    if config.rollout.group_size > 1 or config.objective.advantage not in _GROUP_BASELINES:
+        return []
+    return [
+        f"rollout.group_size = 1 with the advantage {config.objective.advantage!r}: a group of one has no baseline, "
+        "every advantage is 0 and nothing is learned"
+    ]
+
+
+def _inert_warnings(config: Config) -> list[str]:
+    learner = config.learner
+    if learner.minibatches * learner.epochs > 1 or not _update_edge_only(config.objective):
+        return []
+    return [
+        f"the recipe {config.objective.recipe!r} acts only on the update edge π/q, which is 1 in the first optimizer "
+        "step of a rollout batch: with minibatches = 1 and epochs = 1 its gates and clips do nothing"
+    ]
+
+
+def _update_edge_only(section: Any) -> bool:
+    from estr.objectives import objective
+
+    built = objective(section.recipe, **section.hyperparameters())
+    return set(getattr(built, "edges", ())) == {"U"}

@@ -1,0 +1,90 @@
+"""Durable files: whole or not there, and disk errors said in a sentence."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from estr.errors import RunError
+
+_CAUSES = {
+    errno.ENOSPC: "the disk is full; free some space and resume the run",
+    errno.EDQUOT: "the disk quota is used up; free some space and resume the run",
+    errno.EFBIG: "the file would be larger than the system allows (see `ulimit -f`)",
+    errno.EROFS: "the file system is read-only; choose a directory that can be written",
+    errno.EACCES: "permission denied; choose a directory that can be written",
+    errno.EPERM: "permission denied; choose a directory that can be written",
+    errno.EIO: "the disk reported an input/output error; check it before you resume",
+    errno.EMFILE: "too many open files (see `ulimit -n`)",
+}
+
+
+@contextmanager
+def disk_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an ``OSError`` inside the block into a ``RunError``: ``cannot <action> <path>: <cause>``."""
+    try:
+        yield
+    except OSError as error:
+        cause = _CAUSES.get(error.errno or 0) or error.strerror or str(error) or type(error).__name__
+        raise RunError(f"cannot {action} {os.fspath(path)}: {cause}") from error
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """``os.write`` until every byte is written (one call may write fewer)."""
+    view = memoryview(data)
+    while view:
+        written = os.write(descriptor, view)
+        if written == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        view = view[written:]
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Make renames inside a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: str | os.PathLike[str]) -> None:
+    """Make a file that another library wrote durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write ``data`` aside, sync it, rename it to ``path`` and sync the directory.
+
+    Raises:
+        OSError: nothing has changed under ``path`` then, and nothing is left beside it.
+    """
+    target = Path(path)
+    aside = target.parent / f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    try:
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(aside, target)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_directory(target.parent)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what a killed ``write_atomic`` left aside in ``directory`` (only its one writer may call this)."""
+    for leftover in directory.glob(".*.tmp"):
+        if leftover.is_file():
+            leftover.unlink(missing_ok=True)

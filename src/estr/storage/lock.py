@@ -1,0 +1,77 @@
+"""A kernel lock on a file: one process holds it, and a process that died holds nothing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import weakref
+from pathlib import Path
+
+from estr.errors import UsageError
+from estr.storage.files import disk_errors
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+class FileLock:
+    """``flock`` on ``path``, taken by ``acquire`` and kept until ``release`` or the end of the process.
+
+    The descriptor is close-on-exec, and a forked child closes its copy, so that no child keeps the lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None
+
+    def acquire(self) -> None:
+        """Take the lock now.
+
+        Raises:
+            UsageError: another process holds it.
+            RunError: the lock file cannot be written.
+        """
+        if self.held:
+            return
+        with disk_errors("lock", self.path):
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            except OSError as error:
+                holder = _read_holder(descriptor)
+                os.close(descriptor)
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise UsageError(
+                        f"{self.path.parent} is in use by {holder}; wait for it to end, or stop it"
+                    ) from None
+                raise
+        self._descriptor = descriptor
+        _held.add(self)
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        _held.discard(self)
+
+
+def _read_holder(descriptor: int) -> str:
+    try:
+        pid = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+    except OSError:
+        pid = ""
+    return f"process {pid}" if pid.isdigit() else "another process"
+
+
+def _release_in_child() -> None:
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

@@ -1,0 +1,183 @@
+"""metrics.jsonl and timeline.jsonl: one JSON object a line, readable while the run goes on.
+
+Each line is one ``write`` to the kernel as it happens, so that a killed process loses nothing. ``sync`` (fsync) is
+called with each checkpoint only: after a power cut, lines beyond the last checkpoint are withdrawn on resume anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from estr.errors import UsageError
+from estr.storage.encoding import clean_text
+from estr.storage.files import disk_errors, write_all, write_atomic
+
+Record = dict[str, Any]
+
+
+class JsonLinesWriter:
+    """Appends objects to a JSON Lines file; what a killed writer left of a last line is cut off on opening."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._descriptor: int | None = None
+        self._open()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line, keys sorted; None, NaN and infinite values are left out.
+
+        Raises:
+            RunError: the disk is full or broken; the file then ends with the line before.
+        """
+        assert self._descriptor is not None, f"{self.path} is closed"
+        line = (encode_line(record) + "\n").encode()
+        with disk_errors("write", self.path):
+            size = os.fstat(self._descriptor).st_size
+            try:
+                write_all(self._descriptor, line)
+            except OSError:
+                os.ftruncate(self._descriptor, size)
+                raise
+
+    def sync(self) -> None:
+        """Make every line so far survive a power cut."""
+        assert self._descriptor is not None, f"{self.path} is closed"
+        with disk_errors("write", self.path):
+            os.fsync(self._descriptor)
+
+    def withdraw(self, keep: Callable[[Record], bool]) -> int:
+        """Rewrite the file (by rename) with the lines that ``keep`` accepts; returns how many were withdrawn."""
+        records = read_json_lines(self.path)
+        kept = [record for record in records if keep(record)]
+        if len(kept) < len(records):
+            with disk_errors("write", self.path):
+                write_atomic(self.path, "".join(encode_line(record) + "\n" for record in kept).encode())
+            self.close()
+            self._open()
+        return len(records) - len(kept)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> None:
+        with disk_errors("open", self.path):
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            _cut_torn_line(self._descriptor)
+
+    def __enter__(self) -> JsonLinesWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class MetricsWriter(JsonLinesWriter):
+    """metrics.jsonl: one object per optimizer step, with the keys of CONTRACT section 4."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the line of optimizer step ``step`` (1-based: the version after it)."""
+        self.append({**metrics, "step": step})
+
+    def withdraw_after(self, step: int) -> int:
+        """Withdraw the lines of steps beyond ``step``; returns how many."""
+        return self.withdraw(lambda record: record.get("step", 0) <= step)
+
+
+class TimelineWriter(JsonLinesWriter):
+    """timeline.jsonl: what each process did when, in seconds since the run started."""
+
+    def write(self, actor: str, kind: str, start: float, end: float, version: int | None = None) -> None:
+        """Append one interval: ``actor`` (``learner``, ``engine-0``…) did ``kind`` (``generate``, ``train``, ``wait``…)
+        from ``start`` to ``end`` with the weights of ``version``."""
+        self.append({"actor": actor, "kind": kind, "start": start, "end": end, "version": version})
+
+    def withdraw_after(self, step: int) -> int:
+        """Withdraw the intervals that ran under versions beyond ``step``; returns how many."""
+        return self.withdraw(lambda record: record.get("version", 0) <= step)
+
+
+def encode_line(record: Mapping[str, Any]) -> str:
+    """One line of strict JSON, keys sorted; None, NaN and infinite values are left out."""
+    values = {key: _number(value) for key, value in record.items()}
+    present = {clean_text(key): value for key, value in values.items() if value is not None}
+    return json.dumps(present, sort_keys=True, allow_nan=False)
+
+
+def _number(value: Any) -> Any:
+    """``value`` as JSON holds it, or None where it is missing."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _number(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_number(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _number(value.tolist())
+    raise TypeError(f"a {type(value).__name__} cannot be a metric")
+
+
+def read_metrics(run_or_path: Any) -> list[Record]:
+    """The lines of a run's metrics.jsonl (a run directory, its path, or the file); empty where there are none yet.
+
+    Raises:
+        UsageError: a line before the last is malformed. A torn last line is left out: its writer was killed.
+    """
+    return read_json_lines(_inside(run_or_path, "metrics.jsonl"))
+
+
+def read_timeline(run_or_path: Any) -> list[Record]:
+    """The intervals of a run's timeline.jsonl; as ``read_metrics``."""
+    return read_json_lines(_inside(run_or_path, "timeline.jsonl"))
+
+
+def read_json_lines(path: str | os.PathLike[str]) -> list[Record]:
+    """The objects of a JSON Lines file; a last line without its line break is left out."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UsageError(f"cannot read {os.fspath(path)}: {error.strerror}") from error
+    lines = data.split(b"\n")[:-1]
+    return [_decode_line(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _decode_line(line: bytes, number: int, path: str | os.PathLike[str]) -> Record:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise UsageError(f"{os.fspath(path)}, line {number}: not a JSON object")
+    return record
+
+
+def _inside(run_or_path: Any, name: str) -> Path:
+    path = Path(getattr(run_or_path, "path", run_or_path))
+    return path / name if path.is_dir() else path
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    size = os.fstat(descriptor).st_size
+    end = size
+    while end > 0:
+        start = max(0, end - 65536)
+        position = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if position >= 0:
+            end = start + position + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(descriptor, end)

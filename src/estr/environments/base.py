@@ -24,8 +24,8 @@ class Problem:
 class Reply:
     """What the environment says after one assistant turn.
 
-    ``messages`` are appended to the conversation, and the policy acts again unless ``done``. ``delay`` is artificial
-    tool latency in seconds: the trajectory waits that long, its worker does not.
+    ``messages`` (of any role but ``assistant``) are appended to the conversation, and the policy acts again unless
+    ``done``. ``delay`` is artificial tool latency in seconds: the trajectory waits that long, its worker does not.
     """
 
     messages: tuple[Message, ...] = ()
@@ -35,14 +35,17 @@ class Reply:
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode. ``blocking`` says that ``step`` may wait (network, subprocess): it then runs in a thread of its
-    own under ``task.tool_timeout``; an environment that only computes sets it to False and is called in place."""
+    """One episode; a failure (exception, time-out, a reward that is not a finite number) costs only its trajectory.
+
+    ``blocking`` says that ``step`` may wait (network, subprocess): it then runs in a thread of its
+    own under ``task.tool_timeout``; an environment that only computes sets it to False and is called in place.
+    """
 
     blocking: bool
     stop: tuple[str, ...]  # texts that end an assistant turn, kept in the turn
 
     def reset(self, problem: Problem, seed: int) -> list[Message]:
-        """The opening messages."""
+        """The opening messages; called once, before the first ``step``. Randomness is derived from ``seed``."""
         ...
 
     def step(self, text: str) -> Reply:
@@ -69,7 +72,9 @@ class Task(Protocol):
         """Up to ``count`` held-out problems, the same ones at every call."""
         ...
 
-    def environment(self) -> Environment: ...
+    def environment(self) -> Environment:
+        """A new environment for one episode. Cheap: what takes time or holds a resource belongs into ``reset``."""
+        ...
 
     def demonstrations(self, seed: int) -> Iterator[list[Message]]:
         """Whole conversations for supervised warm-up (may be endless); empty where a task has none."""

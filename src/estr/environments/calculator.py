@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count as naturals
-from typing import Any
+from typing import Any, ClassVar
 
 from estr.environments import imitation, word_problems
 from estr.environments.base import Message, Problem
@@ -26,7 +26,7 @@ class CalculatorTask:
 
     name = "calculator"
     description = "Multi-turn arithmetic word problems made on the fly, with a calculator as the tool."
-    options = {
+    options: ClassVar[dict[str, Option]] = {
         "seed": Option(0, "Problems are derived from it.", whole(0)),
         "levels": Option([1, 2, 3], "Numbers of operations that problems have, drawn evenly.", subset(1, 2, 3)),
         "wrong_argument": Option(

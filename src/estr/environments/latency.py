@@ -41,7 +41,7 @@ class Latency:
     def __post_init__(self) -> None:
         if self.kind == "lognormal" and not 0 < self.median <= self.p99:
             raise UsageError(
-                f"task.latency_median must be above 0 and at most task.latency_p99, got {self.median:g} and {self.p99:g}"
+                f"task.latency_median ({self.median:g}) must be above 0 and at most task.latency_p99 ({self.p99:g})"
             )
 
     @classmethod

@@ -1,0 +1,100 @@
+"""Tasks by name: the built-in table, and a user's own class as ``module:Class``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from estr.environments.base import Task
+from estr.environments.calculator import CalculatorTask
+from estr.environments.gsm8k import Gsm8kTask
+from estr.environments.options import Option
+from estr.errors import UsageError, nearest
+
+_BUILT_IN = {task.name: task for task in (CalculatorTask, Gsm8kTask)}
+_TASK_MEMBERS = ("name", "train_problem", "eval_problems", "environment", "demonstrations")
+_ENVIRONMENT_MEMBERS = ("blocking", "stop", "reset", "step", "reward")
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """What ``estr tasks`` prints: one line on the task, and its options."""
+
+    description: str
+    options: Mapping[str, Option]
+
+
+def tasks() -> dict[str, TaskInfo]:
+    """The built-in tasks by name."""
+    return {name: TaskInfo(task.description, task.options) for name, task in _BUILT_IN.items()}
+
+
+def make_task(name: str, *, path: str = "", default_seed: int = 0, **options: Any) -> Task:
+    """The task ``name`` (built in, or ``module:Class``) with its options.
+
+    ``path`` is passed on where it is not empty; ``default_seed`` becomes the option ``seed`` of a task that has one
+    and is not given it. Raises `UsageError` for an unknown name, option or value, or a class that is not a task.
+    """
+    task_class: Any = _BUILT_IN.get(name) or _own_class(name)
+    known = task_class.options if name in _BUILT_IN else _keywords(task_class)
+    if path:
+        options["path"] = path
+    if known is not None and "seed" in known:
+        options.setdefault("seed", default_seed)
+    return _built(name, task_class, known, options)
+
+
+def _built(name: str, task_class: Any, known: Mapping[str, Any] | None, options: dict[str, Any]) -> Task:
+    if name in _BUILT_IN:
+        task: Task = task_class(**options)
+        return task
+    for key in options:
+        if known is not None and key not in known:
+            raise UsageError(f"task {name!r} has no option {key!r}{nearest(key, known)}")
+    try:
+        task = task_class(**options)
+        _require(task, _TASK_MEMBERS, f"task {name!r} is not a task")
+        _require(task.environment(), _ENVIRONMENT_MEMBERS, f"task {name!r} makes no environment")
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"task {name!r} cannot be made: {type(error).__name__}: {error}") from error
+    return task
+
+
+def _require(thing: Any, members: Iterable[str], complaint: str) -> None:
+    missing = [member for member in members if not hasattr(thing, member)]
+    if missing:
+        raise UsageError(f"{complaint}: {type(thing).__name__} has no {', '.join(missing)}")
+
+
+def _keywords(task_class: Any) -> Mapping[str, Any] | None:
+    """The keyword arguments of a class; None where it takes any."""
+    try:
+        parameters = inspect.signature(task_class).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return {key: p for key, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+
+
+def _own_class(name: str) -> Any:
+    module_name, _, class_name = name.partition(":")
+    if not class_name:
+        raise UsageError(f"no task {name!r}{nearest(name, _BUILT_IN)}; a task of your own is named module:Class")
+    if "" not in sys.path and "." not in sys.path:
+        sys.path.append(".")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UsageError(f"cannot import {module_name!r} for task {name!r}: {type(error).__name__}: {error}") from error
+    found = getattr(module, class_name, None)
+    if not inspect.isclass(found):
+        classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        raise UsageError(f"module {module_name!r} has no class {class_name!r}{nearest(class_name, classes)}")
+    return found

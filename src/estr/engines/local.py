@@ -20,7 +20,7 @@ from estr.engines.cache import SlotCache
 from estr.engines.rows import RowStore
 from estr.engines.sampler import sample, uniforms
 from estr.engines.weights import EngineWeights
-from estr.models.forward import decoder_of, head_of
+from estr.models.forward import base_model, head_of, prepare_model
 from estr.models.stops import StopTexts
 from estr.trajectory import Segment
 
@@ -90,7 +90,8 @@ class LocalEngine:
         self.settings = settings
         self.weights = EngineWeights(model, settings.dtype)
         self.counters = EngineCounters()
-        self._decoder, self._head = decoder_of(model.eval()), head_of(model)
+        prepare_model(model)
+        self._decoder, self._head = base_model(model).get_decoder(), head_of(model)
         self._stops = stops
         vocabulary = self._head.weight.shape[0]
         self._end = torch.zeros(vocabulary, dtype=torch.bool)
@@ -98,7 +99,7 @@ class LocalEngine:
         self._maybe_stop = stops.candidates[:vocabulary] if stops is not None else torch.zeros_like(self._end)
         self._check = self._end | self._maybe_stop
         rows, columns = settings.slots + settings.parked, min(256, settings.max_context)
-        layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+        layers = base_model(model).config.get_text_config().num_hidden_layers
         self._cache = SlotCache(rows, columns, layers)
         self._store = RowStore(rows, columns)
         self._rows: dict[str, _Row] = {}

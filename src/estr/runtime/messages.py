@@ -1,0 +1,96 @@
+"""What the runtime's processes say to each other; plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from estr.environments.base import Problem
+from estr.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class VersionWindow:
+    """Imposed staleness (CONTRACT section 3, lockstep): which version samples action token i."""
+
+    newest: int  # newest version that exists
+    target: int
+    inter: int
+    intra: int
+    intra_every: int
+
+    def __call__(self, action: int) -> int:
+        wanted = self.target - self.inter - max(0, self.intra - action // self.intra_every)
+        return min(self.newest, max(0, wanted))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One trajectory to generate."""
+
+    group: int
+    sibling: int
+    attempt: int
+    problem: Problem
+    run_seed: int
+    min_version: int = 0  # the first token is sampled under this version or a newer one
+    window: VersionWindow | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.group}/{self.sibling}/{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Finished:
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A trajectory that could not be finished, with the reason in one sentence."""
+
+    job: Job
+    reason: str
+    final: bool = False  # trying again cannot help
+
+
+@dataclass(frozen=True)
+class Synced:
+    """An engine took weights: its canary's largest error against the learner's."""
+
+    version: int
+    canary_error: float
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A stretch of time of one actor, in seconds of the monotonic clock."""
+
+    actor: str
+    kind: str
+    start: float
+    end: float
+    version: int = -1
+
+
+@dataclass
+class Activity:
+    """Intervals and counters an engine reports now and then."""
+
+    intervals: list[Interval] = field(default_factory=list)
+    sampled_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A worker has loaded its model."""
+
+
+@dataclass(frozen=True)
+class Died:
+    """A worker ended without being asked to, with the reason in one sentence."""
+
+    reason: str
+
+
+Event = Finished | Failed | Synced | Activity | Ready | Died

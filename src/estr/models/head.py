@@ -1,0 +1,203 @@
+"""The language-model head fused with log-softmax, gather and entropy: no ``[N, V]`` tensor ever exists.
+
+Rows are worked through in chunks; logits are recomputed in the backward pass. Arithmetic is float32 (float64 stays
+float64), also under autocast. With z the logits after scale, soft cap and temperature, and Z their log-sum-exp::
+
+    log π(y) = z_y − Z          ∂ log π(y) / ∂z_j = 1[j = y] − p_j
+    H = Z − Σ_j p_j z_j         ∂ H / ∂z_j       = −p_j (z_j − Z + H)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+_LEAST_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Head:
+    """Everything between the last hidden state and the logits: ``softcap · tanh((h Wᵀ + b) · scale / softcap)``."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits ``[N, V]`` before temperature, float32 or wider; for a sampler, which needs all of them."""
+        bias = None if self.bias is None else _wide(self.bias)
+        return _logits(_wide(hidden), _wide(self.weight), bias, _Squash(self.scale, self.softcap, 1.0))
+
+    def logprob_entropy(
+        self, hidden: Tensor, target: Tensor, temperature: float = 1.0, chunk: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability ``[N]`` of ``target`` and entropy ``[N]`` in nats; see :func:`linear_logprob_entropy`."""
+        return linear_logprob_entropy(
+            hidden,
+            self.weight,
+            target,
+            bias=self.bias,
+            temperature=temperature,
+            scale=self.scale,
+            softcap=self.softcap,
+            chunk=chunk,
+        )
+
+
+def linear_logprob_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of ``target`` and entropy in nats, both of the distribution after temperature.
+
+    ``hidden`` ``[N, D]``, ``weight`` ``[V, D]``, ``target`` int64 ``[N]``, ``bias`` ``[V]``; returns two float32 (or
+    float64) ``[N]``, differentiable in hidden, weight and bias. ``chunk`` rows are worked on at once; the default
+    bounds one chunk's logits by a fixed number of elements. The entropy is over the whole vocabulary, never an
+    estimate from the sampled token. Raises ValueError where shapes do not match or the temperature is not positive.
+    """
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or target.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"hidden must be [N, D], weight [V, D] and target [N]; "
+            f"got {list(hidden.shape)}, {list(weight.shape)} and {list(target.shape)}"
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    if chunk is None:
+        chunk = max(_LEAST_ROWS, _CHUNK_ELEMENTS.get(hidden.device.type, 2**22) // max(1, weight.shape[0]))
+    squash = _Squash(scale, softcap, temperature)
+    logprob, entropy = _FusedHead.apply(hidden, weight, bias, target, squash, chunk)
+    return logprob, entropy
+
+
+@dataclass(frozen=True)
+class _Squash:
+    """From raw logits to z, and the derivative on the way back; both work in place."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+
+    def forward_(self, raw: Tensor) -> Tensor:
+        if self.softcap is None:
+            factor = self.scale / self.temperature
+            return raw if factor == 1.0 else raw.mul_(factor)
+        return raw.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+
+    def backward_(self, grad: Tensor, z: Tensor) -> Tensor:
+        if self.softcap is not None:
+            grad.mul_(1.0 - (z * (self.temperature / self.softcap)).square_())
+        factor = self.scale / self.temperature
+        return grad if factor == 1.0 else grad.mul_(factor)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _bounded_(log_p: Tensor) -> Tensor:
+    """Log-probabilities of which even -inf can be multiplied by their probability, which is 0 long before."""
+    return log_p.clamp_(min=-1e4)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, squash: _Squash) -> Tensor:
+    raw = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
+    return squash.forward_(raw)
+
+
+class _FusedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, squash: _Squash, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        wide, wide_bias = _wide(weight), None if bias is None else _wide(bias)
+        dtype = torch.promote_types(wide.dtype, torch.float32)
+        logprob = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
+        log_norm, entropy = torch.empty_like(logprob), torch.empty_like(logprob)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], chunk):
+                rows = slice(start, start + chunk)
+                z = _logits(hidden[rows].to(dtype), wide, wide_bias, squash)
+                log_norm[rows] = z.logsumexp(-1)
+                logprob[rows] = z.gather(1, target[rows, None])[:, 0] - log_norm[rows]
+                log_p = _bounded_(z.sub_(log_norm[rows, None]))
+                entropy[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
+        ctx.save_for_backward(hidden, weight, bias, target, log_norm, entropy)
+        ctx.squash, ctx.chunk = squash, chunk
+        return logprob, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target, log_norm, entropy = ctx.saved_tensors
+        wide, wide_bias = _wide(weight), None if bias is None else _wide(bias)
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(wide) if need_weight else None
+        grad_bias = torch.zeros_like(wide_bias) if need_bias and wide_bias is not None else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], ctx.chunk):
+                rows = slice(start, start + ctx.chunk)
+                h = hidden[rows].to(wide.dtype)
+                z = _logits(h, wide, wide_bias, ctx.squash)
+                grad = _grad_z(
+                    z,
+                    target[rows],
+                    log_norm[rows],
+                    entropy[rows],
+                    None if grad_logprob is None else grad_logprob[rows],
+                    None if grad_entropy is None else grad_entropy[rows],
+                )
+                ctx.squash.backward_(grad, z)
+                if grad_hidden is not None:
+                    grad_hidden[rows] = (grad @ wide).to(hidden.dtype)
+                if grad_weight is not None:
+                    grad_weight.addmm_(grad.t(), h)
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _grad_z(
+    z: Tensor,
+    target: Tensor,
+    log_norm: Tensor,
+    entropy: Tensor,
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient with respect to z, ``[rows, V]``: p_j · (−g_logprob − g_entropy (log p_j + H)), plus g_logprob at y."""
+    log_p = _bounded_(z - log_norm[:, None])
+    grad = log_p.exp()
+    if grad_entropy is not None:
+        factor = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_logprob is not None:
+            factor.sub_(grad_logprob[:, None])
+        grad.mul_(factor)
+    elif grad_logprob is not None:
+        grad.mul_(-grad_logprob[:, None])
+    else:
+        return grad.zero_()
+    if grad_logprob is not None:
+        grad.scatter_add_(1, target[:, None], grad_logprob[:, None])
+    return grad

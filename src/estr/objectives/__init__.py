@@ -1,0 +1,24 @@
+"""Policy-gradient objectives for asynchronous reinforcement learning: ``objective(name, ...)`` and ``recipes()``."""
+
+from __future__ import annotations
+
+from estr.objectives.composition import Composition, Gate, Recipe, Surrogate, Weight
+from estr.objectives.context import Context
+from estr.objectives.metrics import merge_metrics
+from estr.objectives.objective import Objective, Output, Statistics, objective, recipes, register
+
+__all__ = [
+    "Composition",
+    "Context",
+    "Gate",
+    "Objective",
+    "Output",
+    "Recipe",
+    "Statistics",
+    "Surrogate",
+    "Weight",
+    "merge_metrics",
+    "objective",
+    "recipes",
+    "register",
+]

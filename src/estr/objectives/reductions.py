@@ -1,0 +1,51 @@
+"""From token losses to one number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from estr.objectives.context import Context
+
+
+@dataclass(frozen=True)
+class Denominator:
+    """Counts of the whole optimizer batch: all action tokens and sequences, or those a gate left ("kept")."""
+
+    mode: str
+    tokens: int | Tensor
+    sequences: int | Tensor
+    kept_tokens: Tensor | None = None
+    kept_sequences: Tensor | None = None
+
+    def token_total(self, keep: Tensor) -> int | Tensor:
+        if self.mode == "all":
+            return at_least_one(self.tokens)
+        return at_least_one(keep.sum() if self.kept_tokens is None else self.kept_tokens)
+
+    def sequence_total(self, context: Context, keep: Tensor) -> int | Tensor:
+        if self.mode == "all":
+            return at_least_one(self.sequences)
+        if self.kept_sequences is not None:
+            return at_least_one(self.kept_sequences)
+        return at_least_one((context.sequence_sum(keep.to(context.dtype)) > 0).sum())
+
+
+def at_least_one(count: int | Tensor) -> int | Tensor:
+    """A count that can be divided by."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
+def reduce(kind: str, context: Context, token_loss: Tensor, keep: Tensor, denominator: Denominator) -> Tensor:
+    """The scalar loss.
+
+    "token-mean": sum over tokens / tokens. "sequence-mean": mean over sequences of each one's token mean.
+    "sequence-sum": mean over sequences of each one's token sum.
+    """
+    if kind == "token-mean":
+        return token_loss.sum() / denominator.token_total(keep)
+    if kind == "sequence-mean":
+        counted = context.lengths if denominator.mode == "all" else context.sequence_sum(keep.to(context.dtype))
+        token_loss = token_loss / counted.clamp(min=1)[context.sequence]
+    return token_loss.sum() / denominator.sequence_total(context, keep)

@@ -48,7 +48,7 @@ class Pending(Generic[T]):
         if self._outcome is not None:
             finished, value = self._outcome
             ready = finished + _delay(value)
-            if ready <= deadline:
+            if ready < deadline:
                 return value if now >= ready else None
         return self._late() if now >= deadline else None
 
@@ -108,6 +108,11 @@ def start_reward(environment: Environment, timeout: float = 30.0, clock: Clock =
 def run_step(environment: Environment, text: str, timeout: float = 30.0) -> Reply | EnvironmentFailure:
     """`start` and `Pending.wait` in one: the reply, at the latest after ``timeout`` seconds."""
     return start(environment, text, timeout).wait()
+
+
+def score(environment: Environment, timeout: float = 30.0) -> float | EnvironmentFailure:
+    """`start_reward` and `Pending.wait` in one."""
+    return start_reward(environment, timeout).wait()
 
 
 class _InvalidError(Exception):

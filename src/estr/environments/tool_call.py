@@ -33,6 +33,6 @@ def find_call(text: str) -> ToolCall | None:
     if start >= 0 and end >= 0:
         return ToolCall(text[start + len(OPEN) : end], start=start)
     if start >= 0:
-        return ToolCall(None, f"a call must end with {CLOSE}", start)
+        return ToolCall(None, "the call has no end tag", start)
     stray = text.find(CLOSE)
-    return ToolCall(None, f"a call must begin with {OPEN}", stray) if stray >= 0 else None
+    return ToolCall(None, "the call has no start tag", stray) if stray >= 0 else None

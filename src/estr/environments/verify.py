@@ -43,13 +43,13 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 def as_number(answer: Any) -> Fraction | None:
     """A reference answer (int, Fraction, float or text such as ``"1,200"``) as an exact number, or None."""
-    if isinstance(answer, Fraction):
-        return answer
-    if isinstance(answer, bool) or not isinstance(answer, int | float | str):
-        return None
     if isinstance(answer, str):
         return extract_answer(f"#### {answer}")
-    return Fraction(str(answer)) if math.isfinite(answer) else None
+    if isinstance(answer, float):
+        return Fraction(repr(answer)) if math.isfinite(answer) else None
+    if isinstance(answer, int | Fraction) and not isinstance(answer, bool):
+        return Fraction(answer)
+    return None
 
 
 def is_correct(text: str, answer: Any) -> bool:

@@ -232,7 +232,7 @@ def test_demonstrations_have_the_named_shares():
 def test_demonstrations_are_endless_and_seeded():
     task = CalculatorTask()
     first = list(itertools.islice(task.demonstrations(5), 100))
-    assert first == list(itertools.islice(CalculatorTask().demonstrations(5), 100))
+    assert first == list(itertools.islice(CalculatorTask(seed=9).demonstrations(5), 100))
     assert first != list(itertools.islice(task.demonstrations(6), 100))
     assert [m["role"] for m in first[0]][:2] == ["user", "assistant"]
 

@@ -75,8 +75,11 @@ class CalculatorTask:
         return (messages for _, messages in self.labelled_demonstrations(seed))
 
     def labelled_demonstrations(self, seed: int) -> Iterator[tuple[str, list[Message]]]:
-        """Endless (kind, conversation) of the training part; kinds as in `demonstration_shares`."""
-        keys = (f"demonstration/{self.seed}/{seed}/{index}" for index in naturals())
+        """Endless (kind, conversation) of the training part; kinds as in `demonstration_shares`.
+
+        They depend on ``seed`` and not on the task's own, so that runs of several seeds share one warmed-up model.
+        """
+        keys = (f"demonstration/{seed}/{index}" for index in naturals())
         problems = (word_problems.draw(key, self.levels, False) for key in keys)
         return imitation.stream(problems, self.demonstration_shares(), seed)
 

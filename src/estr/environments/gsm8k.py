@@ -73,9 +73,9 @@ class Gsm8kTask:
         return CalculatorEnvironment(self._latency, self.instructions, self._shuffled_mean)
 
     def demonstrations(self, seed: int) -> Iterator[list[Message]]:
-        """Endless: the worked solutions of the training rows, in another order every epoch."""
+        """Endless: the worked solutions of the training rows, in another order every epoch; ``seed`` alone matters."""
         for epoch in naturals():
-            for position in self._order(f"demonstrations/{self.seed}/{seed}/{epoch}"):
+            for position in self._order(f"demonstrations/{seed}/{epoch}"):
                 yield gsm8k_data.conversation(self.train_rows[position], self.instructions)
 
     def _order(self, key: str) -> list[int]:

@@ -32,8 +32,8 @@ class Gsm8kTask:
     ``path``, train and test split come from the Hugging Face hub.
 
     Demonstrations are the worked solutions with their annotations turned into calls; the tool's replies are the
-    calculator's. In the published files 27,995 of the 27,998 annotations state the calculator's value; 1 states
-    another (the calculator's is used) and 2 use ``//``, which is no operation here (they make no call).
+    calculator's. In the published files 27,995 of the 27,998 annotations state the calculator's value as a number;
+    1 states it as a fraction (``3/4``; the tool says 0.75) and 2 use ``//``, no operation here (they make no call).
     """
 
     name = "gsm8k"

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from estr.config import Config
+from estr.config.load import load_config
 from estr.errors import RunError, UsageError
 from estr.storage import files
 from estr.storage.run_directory import RunDirectory
@@ -30,7 +31,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess:
 def test_create_appears_complete_and_locked(tmp_path):
     with RunDirectory.create(tmp_path / "a" / "run", Config()) as run:
         assert run.locked
-        assert run.config_path.read_text().startswith("[run]")
+        assert run.config() == load_config(None).config
         assert all(part.is_dir() for part in (run.rollouts, run.spool, run.checkpoints))
         assert sorted(entry.name for entry in (tmp_path / "a").iterdir()) == ["run"]
     assert not run.locked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from estr.config.toml import line_of, parse_set, read_toml
 from estr.errors import UsageError, nearest
 
 _SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
+_RESOLVED = "# The whole resolved configuration of a run, written by estr.\n"
+_LEADING_KEY = re.compile(r"[\w.-]*[\w-]")
 _SCHEDULE_KEYS = {"sync": (), "async": ("max_staleness",), "lockstep": ("inter", "intra", "intra_every")}
 
 
@@ -35,7 +38,7 @@ def load_config(path: str | os.PathLike[str] | None, sets: Sequence[str] = ()) -
         UsageError: the file, line or ``--set`` and the key are named, with the nearest valid name.
     """
     file, text = read_toml(path) if path is not None else ({}, "")
-    source = _Source(os.fspath(path) if path is not None else "", text, _collect(sets))
+    source = _Source(os.fspath(path) if path is not None else "", text, file, _collect(sets))
     _check_sections(file, source)
     merged = {name: _merge(file.get(name, {}), source.sets.get(name, {})) for name in _SECTIONS}
     try:
@@ -46,7 +49,8 @@ def load_config(path: str | os.PathLike[str] | None, sets: Sequence[str] = ()) -
         config = Config.model_validate(merged, strict=True)
     except ValidationError as error:
         raise UsageError(_sentence(error, source)) from None
-    return LoadedConfig(config, notices + unused_schedule_keys(config.schedule.mode, merged["schedule"]))
+    given = source.sets.get("schedule", {}) if text.startswith(_RESOLVED) else merged["schedule"]
+    return LoadedConfig(config, notices + unused_schedule_keys(config.schedule.mode, given))
 
 
 def dump_config(config: Config) -> str:
@@ -61,7 +65,7 @@ def dump_config(config: Config) -> str:
         text.encode("utf-8")
     except (TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"the configuration holds a value that TOML cannot: {error}") from error
-    return text
+    return _RESOLVED + text
 
 
 def unused_schedule_keys(mode: str, given: Mapping[str, Any]) -> list[str]:
@@ -74,27 +78,39 @@ def unused_schedule_keys(mode: str, given: Mapping[str, Any]) -> list[str]:
 class _Source:
     """Where values came from, to say so in errors."""
 
-    def __init__(self, name: str, text: str, sets: dict[str, Any]) -> None:
+    def __init__(self, name: str, text: str, file: dict[str, Any], sets: dict[str, Any]) -> None:
         self.name = name
         self.text = text
+        self.file = file
         self.sets = sets
 
-    def where(self, keys: tuple[str, ...]) -> str:
-        """``"file.toml, line 3: "``, ``"--set "`` or nothing."""
-        value: Any = self.sets
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
-        if value is not None:
+    def where(self, *candidates: tuple[str, ...]) -> str:
+        """The place of the first of these keys that was given: ``"file.toml, line 3: "``, ``"--set "`` or nothing."""
+        if any(_has(self.sets, keys) for keys in candidates):
             return "--set "
-        line = line_of(self.text, keys)
+        lines = (line_of(self.text, keys) for keys in candidates)
+        line = next((number for number in lines if number is not None), None)
         if line is not None:
             return f"{self.name}, line {line}: "
         return f"{self.name}: " if self.name else ""
 
     def locate(self, sentence: str) -> str:
-        """``sentence`` about the objective with the place of the key it starts with."""
-        key = sentence.split(":")[0].split(" ")[0].strip("[]")
-        return self.where(tuple(key.split("."))) + sentence
+        """``sentence`` about the objective, which starts with a key, with the place of that key."""
+        path = tuple(_LEADING_KEY.match(sentence)[0].split("."))  # type: ignore[index]
+        tables = [*_tables(self.file.get("objective")), *_tables(self.sets.get("objective"))]
+        return self.where(path, *(("objective", table, path[-1]) for table in tables)) + sentence
+
+
+def _has(values: Any, keys: tuple[str, ...]) -> bool:
+    for key in keys:
+        if not isinstance(values, dict) or key not in values:
+            return False
+        values = values[key]
+    return True
+
+
+def _tables(section: Any) -> list[str]:
+    return [key for key, value in section.items() if isinstance(value, dict)] if isinstance(section, dict) else []
 
 
 def _collect(sets: Sequence[str]) -> dict[str, Any]:
@@ -158,7 +174,8 @@ def _what(problem: ErrorDetails, keys: tuple[str, ...]) -> str:
     wanted = _WANTED.get(kind)
     if wanted is None:
         return f"is not valid: {problem['msg']}, got {_show(value)}"
-    return f"must be {wanted.format(**context)}, got {_show(value)}"
+    limits = {key: f"{limit:g}" for key, limit in context.items() if isinstance(limit, int | float)}
+    return f"must be {wanted.format(**limits)}, got {_show(value)}"
 
 
 _WANTED = {

@@ -54,6 +54,7 @@ def resolve_objective(file: Mapping[str, Any], sets: Mapping[str, Any]) -> tuple
     _check_names(recipe, chosen, known)
     hyperparameters |= chosen
     _check_values(recipe, hyperparameters)
+    _check_advantage(fixed)
     present = {key: value for key, value in hyperparameters.items() if value is not None}  # TOML has no null
     return {**fixed, **present}, notices
 
@@ -74,7 +75,8 @@ def _split(section: Mapping[str, Any], known: Mapping[str, Any]) -> _Part:
         elif key in known:
             part.named[key] = value
         else:
-            raise UsageError(f"[objective.{key}] is not a recipe{nearest(key, [*known, 'advantage_options'])}")
+            hint = nearest(key, [*known, "advantage_options"])
+            raise UsageError(f"objective.{key} is a table, but there is no recipe of that name{hint}")
     return part
 
 
@@ -118,4 +120,17 @@ def _check_values(recipe: str, hyperparameters: Mapping[str, Any]) -> None:
     try:
         objective(recipe, **hyperparameters)
     except (ValueError, TypeError) as error:
-        raise UsageError(f"[objective] {error}") from error
+        raise UsageError(f"objective.{str(error).removeprefix(f'{recipe}.')}") from error
+
+
+def _check_advantage(fixed: Mapping[str, Any]) -> None:
+    from estr.advantages import advantage
+
+    name = fixed.get("advantage", ObjectiveConfig.model_fields["advantage"].default)
+    options = fixed.get("advantage_options", {})
+    if not isinstance(name, str) or not isinstance(options, dict):
+        return  # said when the section's types are checked
+    try:
+        advantage(name, **options)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"objective.advantage: {error}") from error

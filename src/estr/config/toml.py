@@ -22,7 +22,7 @@ def read_toml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     """
     name = os.fspath(path)
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = Path(path).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"the configuration {name} does not exist") from None
     except UnicodeDecodeError as error:
@@ -31,7 +31,7 @@ def read_toml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
         cause = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"cannot read the configuration {name}: {cause}") from None
     try:
-        return tomllib.loads(text.replace("\r\n", "\n")), text
+        return tomllib.loads(text), text
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{name} is not valid TOML: {_lower_first(str(error))}") from None
     except RecursionError:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from estr.config.sections import Config, RolloutConfig
+from estr.config.sections import Config, ObjectiveConfig, RolloutConfig
 from estr.errors import UsageError, nearest
 
 _DTYPES = ("float32", "bfloat16", *(f"int{bits}" for bits in range(8, 1, -1)))
-_GROUP_BASELINES = ("grpo", "dr_grpo", "rloo")
 
 
 def validate_config(config: Config, *, training: bool = True) -> list[str]:
@@ -88,7 +86,7 @@ def _check_schedule(config: Config) -> None:
 
 
 def _group_warnings(config: Config) -> list[str]:
-    if config.rollout.group_size > 1 or config.objective.advantage not in _GROUP_BASELINES:
+    if config.rollout.group_size > 1 or not _zero_for_singletons(config.objective):
         return []
     return [
         f"rollout.group_size = 1 with the advantage {config.objective.advantage!r}: a group of one has no baseline, "
@@ -96,18 +94,30 @@ def _group_warnings(config: Config) -> list[str]:
     ]
 
 
+def _zero_for_singletons(section: ObjectiveConfig) -> bool:
+    """Whether the estimator gives groups of one the advantage 0 whatever their rewards."""
+    import torch
+
+    from estr.advantages import advantage
+
+    estimator = advantage(section.advantage, **section.advantage_options)
+    rewards, groups = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.arange(4)
+    try:
+        values = estimator(rewards, groups, length=torch.ones(4))
+    except ValueError:  # it needs more than rewards, so it is no plain group baseline
+        return False
+    return not values.any().item()
+
+
 def _inert_warnings(config: Config) -> list[str]:
-    learner = config.learner
-    if learner.minibatches * learner.epochs > 1 or not _update_edge_only(config.objective):
-        return []
-    return [
-        f"the recipe {config.objective.recipe!r} acts only on the update edge π/q, which is 1 in the first optimizer "
-        "step of a rollout batch: with minibatches = 1 and epochs = 1 its gates and clips do nothing"
-    ]
-
-
-def _update_edge_only(section: Any) -> bool:
     from estr.objectives import objective
 
-    built = objective(section.recipe, **section.hyperparameters())
-    return set(getattr(built, "edges", ())) == {"U"}
+    section, learner = config.objective, config.learner
+    if learner.minibatches * learner.epochs > 1:
+        return []
+    if not objective(section.recipe, **section.hyperparameters()).update_edge_only:
+        return []
+    return [
+        f"the recipe {section.recipe!r} acts only on the update edge π/q, which is 1 in the first optimizer step of a "
+        "rollout batch: with minibatches = 1 and epochs = 1 its gates and clips do nothing"
+    ]

@@ -1,0 +1,81 @@
+"""Checks across sections: one sentence for what cannot work, one line for what does nothing."""
+
+import pytest
+
+from estr.config.load import load_config
+from estr.config.validate import validate_config
+from estr.errors import UsageError
+
+
+def validate(*sets, training=True):
+    return validate_config(load_config(None, sets).config, training=training)
+
+
+def test_defaults_are_valid_and_silent():
+    assert validate() == []
+
+
+@pytest.mark.parametrize("key", ["top_p=0.9", "top_k=50"])
+def test_fault_A3_truncated_sampling_is_refused_in_training_only(key):
+    with pytest.raises(UsageError, match=key.split("=")[0]):
+        validate(f"rollout.{key}")
+    assert validate(f"rollout.{key}", training=False) == []
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["learner.minibatches=9", "schedule.max_staleness=9"], "minibatches = 9 is more than .*prompts_per_step = 8"),
+        (["learner.minibatches=4", "learner.epochs=2", "schedule.max_staleness=6"], "set it to 7 or more"),
+        (["schedule.mode=lockstep", "runtime.engines=2"], "engines = 2 is refused in lockstep"),
+        (["rollout.engine=vllm"], "not built yet"),
+        (["runtime.kind=ray"], "not built yet"),
+        (["rollout.dtype=int9"], "int2 to int8"),
+        (["rollout.dtype=int1"], "int2 to int8"),
+        (["rollout.dtype=bfloat"], "did you mean 'bfloat16'"),
+    ],
+)
+def test_what_cannot_work_is_refused(sets, words):
+    with pytest.raises(UsageError, match=words):
+        validate(*sets)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int5", "int2"])
+def test_engine_precisions(dtype):
+    assert validate(f"rollout.dtype={dtype}") == []
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["learner.minibatches=4", "learner.epochs=2", "schedule.max_staleness=7"],
+        ["learner.minibatches=4", "schedule.mode=sync", "schedule.max_staleness=0"],
+        ["schedule.max_staleness=0"],
+        ["schedule.mode=lockstep", "runtime.engines=1"],
+    ],
+)
+def test_bounds_are_inclusive(sets):
+    assert validate(*sets) == []
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo"])
+def test_a_group_of_one_without_a_baseline_is_warned_about(advantage):
+    sets = ["rollout.group_size=1", f"objective.advantage={advantage}"]
+    (warning,) = validate(*sets)
+    assert "nothing is learned" in warning
+
+
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "maxrl"])
+def test_an_estimator_that_does_without_groups_is_not(advantage):
+    assert validate("rollout.group_size=1", f"objective.advantage={advantage}") == []
+
+
+def test_a_recipe_on_the_update_edge_alone_is_inert_with_one_step_per_batch(monkeypatch):
+    from estr.objectives import Objective
+
+    config = load_config(None).config
+    monkeypatch.setattr(Objective, "update_edge_only", property(lambda self: True))
+    (warning,) = validate_config(config)
+    assert "do nothing" in warning
+    config.learner.epochs = 2
+    assert validate_config(config) == []

@@ -176,6 +176,24 @@ def test_no_rows_give_a_graph_and_zero_gradients() -> None:
     assert hidden.grad.shape == (0, 6)
 
 
+def test_a_dropped_token_has_no_gradient_even_where_it_overflows() -> None:
+    hidden, weight, target, _ = problem()
+    broken = hidden.detach().clone()
+    broken[3] = torch.nan
+    broken.requires_grad_()
+    logprob, entropy = linear_logprob_entropy(broken, weight, target, chunk=7)
+    assert torch.isnan(logprob[3])
+    zero = torch.zeros(())
+    keep = torch.arange(len(target)) != 3
+    (torch.where(keep, logprob, zero).sum() + torch.where(keep, entropy, zero).sum()).backward()
+    got = weight.grad.clone()
+    weight.grad = None
+    others = linear_logprob_entropy(hidden[keep], weight, target[keep])
+    (others[0].sum() + others[1].sum()).backward()
+    assert torch.allclose(got, weight.grad, atol=1e-5)
+    assert float(broken.grad[3].abs().sum()) == 0
+
+
 def test_a_frozen_head_gets_no_gradient() -> None:
     hidden, weight, target, _ = problem()
     linear_logprob_entropy(hidden, weight.detach(), target)[0].sum().backward()
@@ -230,6 +248,7 @@ def test_head_of_agrees_with_the_models_logits(name: str) -> None:
     log_p = (model(tokens[None]).logits[0, :-1] / 0.8).log_softmax(-1)
     assert torch.allclose(logprob, log_p.gather(1, tokens[1:, None])[:, 0], atol=1e-4)
     assert torch.allclose(entropy, -(log_p.exp() * log_p).sum(-1), atol=1e-4)
+    assert torch.allclose(head_of(model).logits(hidden), model(tokens[None]).logits[0], atol=1e-4)
 
 
 def test_a_head_that_does_something_unknown_is_refused() -> None:

@@ -34,6 +34,16 @@ class Head:
         bias = None if self.bias is None else _wide(self.bias)
         return _logits(_wide(hidden), _wide(self.weight), bias, _Squash(self.scale, self.softcap, 1.0))
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits ``[..., V]`` before temperature, float32 (float64 where the weight is): for a few rows at a time."""
+        weight = _wide(self.weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            raw = torch.nn.functional.linear(
+                hidden.to(weight.dtype), weight, None if self.bias is None else _wide(self.bias)
+            )
+            raw = raw if self.scale == 1.0 else raw * self.scale
+            return raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
+
     def logprob_entropy(
         self, hidden: Tensor, target: Tensor, temperature: float = 1.0, chunk: int | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -145,12 +155,11 @@ class _FusedHead(torch.autograd.Function):
         hidden, weight, bias, target, log_norm, entropy = ctx.saved_tensors
         wide, wide_bias = _wide(weight), None if bias is None else _wide(bias)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(wide) if need_weight else None
         grad_bias = torch.zeros_like(wide_bias) if need_bias and wide_bias is not None else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], ctx.chunk):
-                rows = slice(start, start + ctx.chunk)
+            for rows in _live_rows(grad_logprob, grad_entropy).split(ctx.chunk):
                 h = hidden[rows].to(wide.dtype)
                 z = _logits(h, wide, wide_bias, ctx.squash)
                 grad = _grad_z(
@@ -178,6 +187,14 @@ class _FusedHead(torch.autograd.Function):
         )
 
 
+def _live_rows(grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+    """Rows whose outputs have a gradient; a dropped or clipped token costs nothing in backward."""
+    given = [grad != 0 for grad in (grad_logprob, grad_entropy) if grad is not None]
+    if not given:
+        return torch.empty(0, dtype=torch.int64)
+    return (given[0] if len(given) == 1 else given[0] | given[1]).nonzero()[:, 0]
+
+
 def _grad_z(
     z: Tensor,
     target: Tensor,
@@ -196,8 +213,6 @@ def _grad_z(
         grad.mul_(factor)
     elif grad_logprob is not None:
         grad.mul_(-grad_logprob[:, None])
-    else:
-        return grad.zero_()
     if grad_logprob is not None:
         grad.scatter_add_(1, target[:, None], grad_logprob[:, None])
     return grad

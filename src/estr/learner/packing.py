@@ -1,0 +1,138 @@
+"""Rows to micro-batches and back.
+
+A unit is what must stay together: the rows (segments) of one trajectory, or a single row. Units are packed end to end
+under a token budget; a packed row knows its boundaries, so no label crosses one. Only action tokens are predicted, each
+from the hidden state one position earlier, and a row is read no further than its last prediction needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from estr.errors import RunError
+from estr.trajectory import Segment
+
+Unit = Sequence[Segment]
+Columns = list[list[NDArray[np.float32]]]
+"""One value per action token: for each unit, for each of its rows, float32 ``[actions]``."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """R rows of S units end to end: T tokens read, N action tokens predicted."""
+
+    tokens: Tensor  # int64 [T]
+    cu_seqlens: Tensor  # int64 [R + 1], boundaries of the rows in tokens
+    predict: Tensor  # int64 [N], position whose hidden state predicts the action token
+    target: Tensor  # int64 [N], the action token
+    sequence: Tensor  # int64 [N], 0..S-1 in the order of ``units``, non-decreasing
+    behavior_logprob: Tensor  # float32 [N]
+    behavior_entropy: Tensor  # float32 [N]
+    version: Tensor  # int64 [N]
+    units: tuple[int, ...]  # index of each unit in the list that was packed
+    rows: tuple[tuple[int, int, int], ...]  # (unit, segment, action tokens) of each row, in order
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Position of each token in its row, int64 ``[T]``."""
+        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
+        return torch.arange(len(self.tokens), device=self.tokens.device) - starts
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same micro-batch with its tensors on ``device``."""
+        names = (name for name, value in vars(self).items() if isinstance(value, Tensor))
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def gather(self, columns: Sequence[Sequence[NDArray[np.float32]]]) -> Tensor:
+        """Per-row values of the packed units as one float32 ``[N]`` in the order of this micro-batch."""
+        parts = [columns[unit][segment] for unit, segment, _ in self.rows]
+        flat = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+        return torch.from_numpy(flat.astype(np.float32, copy=False)).to(self.target.device)
+
+
+def pack(units: Sequence[Unit], tokens_per_microbatch: int) -> list[MicroBatch]:
+    """Micro-batches of at most ``tokens_per_microbatch`` tokens read, the longest units placed first.
+
+    Deterministic. A unit that is longer than the budget gets a micro-batch of its own; a unit without action tokens is
+    in none. Raises RunError where the first token of a row is an action, which nothing predicts.
+    """
+    lengths = [sum(_read_length(row, unit, place) for place, row in enumerate(rows)) for unit, rows in enumerate(units)]
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for unit in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i)):
+        place = next((b for b, free in enumerate(room) if free >= lengths[unit]), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(tokens_per_microbatch)
+        bins[place].append(unit)
+        room[place] -= lengths[unit]
+    return [_microbatch(units, sorted(members)) for members in sorted(bins, key=min)]
+
+
+def _read_length(row: Segment, unit: int, place: int) -> int:
+    """Tokens the model has to read to predict every action of ``row``: all before the last one."""
+    actions = np.flatnonzero(row.action)
+    if len(actions) == 0:
+        return 0
+    if actions[0] == 0:
+        raise RunError(
+            f"row {place} of trajectory {unit} starts with an action token, which no earlier token predicts; "
+            "give the prompt at least one token (for instance a beginning-of-sequence token)"
+        )
+    return int(actions[-1])
+
+
+def _microbatch(units: Sequence[Unit], members: list[int]) -> MicroBatch:
+    tokens, predict, chosen, sequence, rows, bounds = [], [], [], [], [], [0]
+    for local, unit in enumerate(members):
+        for place, row in enumerate(units[unit]):
+            actions = np.flatnonzero(row.action)
+            if len(actions) == 0:
+                continue
+            predict.append(bounds[-1] + actions - 1)
+            tokens.append(row.tokens[: actions[-1]])
+            chosen.append((row.tokens[actions], row.logprob[actions], row.entropy[actions], row.version[actions]))
+            sequence.append(np.full(len(actions), local))
+            rows.append((unit, place, len(actions)))
+            bounds.append(bounds[-1] + int(actions[-1]))
+    target, logprob, entropy, version = (np.concatenate(column) for column in zip(*chosen, strict=True))
+    return MicroBatch(
+        tokens=_long(np.concatenate(tokens)),
+        cu_seqlens=torch.tensor(bounds),
+        predict=_long(np.concatenate(predict)),
+        target=_long(target),
+        sequence=_long(np.concatenate(sequence)),
+        behavior_logprob=torch.from_numpy(logprob.astype(np.float32)),
+        behavior_entropy=torch.from_numpy(entropy.astype(np.float32)),
+        version=_long(version),
+        units=tuple(members),
+        rows=tuple(rows),
+    )
+
+
+def _long(values: NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def unpack(units: Sequence[Unit], microbatches: Sequence[MicroBatch], *outputs: Iterable[Tensor]) -> list[Columns]:
+    """Outputs ``[N]`` of each micro-batch back to the rows they belong to, every kind of output by the same way.
+
+    ``outputs`` are one or more series with one tensor per micro-batch; the result has one entry per series. Rows
+    without action tokens get empty arrays.
+    """
+    results: list[Columns] = []
+    for series in outputs:
+        columns: Columns = [[np.zeros(0, np.float32) for _ in rows] for rows in units]
+        for microbatch, values in zip(microbatches, series, strict=True):
+            flat = values.detach().float().cpu().numpy()
+            stops = np.cumsum([count for _, _, count in microbatch.rows])
+            for (unit, place, count), stop in zip(microbatch.rows, stops, strict=True):
+                columns[unit][place] = flat[stop - count : stop].copy()
+        results.append(columns)
+    return results

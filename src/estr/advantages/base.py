@@ -92,6 +92,11 @@ class AdvantageEstimator(ABC):
     invalid: int = field(default=0, init=False)
 
     @property
+    def needs(self) -> tuple[str, ...]:
+        """Further keywords this estimator is called with, beyond ``length``."""
+        return ()
+
+    @property
     def token_level(self) -> bool:
         """Whether advantages differ inside a trajectory, so that ``tokens`` must be called."""
         return False

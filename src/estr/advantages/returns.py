@@ -18,7 +18,7 @@ def discounted_returns(value: Tensor, sequence: Tensor, gamma: float) -> Tensor:
     ``value`` float [N], ``sequence`` int64 [N] non-decreasing. Returns float64 [N] without graph. Raises
     ``ValueError`` where shapes differ. The work is one vectorized step per token of the longest sequence.
     """
-    _check(value, sequence)
+    check_tokens(value, sequence)
     total = value.detach().double().clone()
     if gamma == 0 or total.numel() == 0:
         return total
@@ -37,12 +37,19 @@ def tokens_to_end(sequence: Tensor) -> Tensor:
     return last[sequence] - torch.arange(sequence.numel(), device=sequence.device)
 
 
+def tokens_from_start(sequence: Tensor) -> Tensor:
+    """The position of each token among its sequence's action tokens, int64 [N], from 0."""
+    first = torch.bincount(sequence).cumsum(0) - torch.bincount(sequence)
+    return torch.arange(sequence.numel(), device=sequence.device) - first[sequence]
+
+
 def place_at_end(reward: Tensor, sequence: Tensor) -> Tensor:
     """Rewards [S] put on the last token of each sequence, float64 [N], 0 on all others."""
     return torch.where(tokens_to_end(sequence) == 0, reward.detach().double()[sequence], 0.0)
 
 
-def _check(value: Tensor, sequence: Tensor) -> None:
+def check_tokens(value: Tensor, sequence: Tensor) -> None:
+    """Raise ``ValueError`` unless both have shape [N] and the tokens of each sequence stand together, in order."""
     if value.dim() != 1 or value.shape != sequence.shape:
         shapes = f"{list(value.shape)} and {list(sequence.shape)}"
         raise ValueError(f"values and sequence must both have shape [N], one entry per action token, but have {shapes}")

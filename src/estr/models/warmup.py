@@ -67,17 +67,18 @@ def warm_up(
     config: WarmupConfig,
     workplace: Path,
     progress: Progress | None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    checkpoint_seconds: float | None = None,
 ) -> float:
     """Train ``model`` (float32) in place on one thread; the mean loss of the last tenth of the steps.
 
-    Checkpoints go to ``workplace`` every ``checkpoint_seconds``; a later call with the same arguments goes on from
+    Checkpoints go to ``workplace`` every ``checkpoint_seconds`` (`CHECKPOINT_SECONDS`); a later call with the same arguments goes on from
     there. ``progress`` None reports on stderr. Raises `UsageError` where the task has no demonstrations.
     """
     prepare_model(model)
     run = _Run(model, config, workplace)
     stream = itertools.islice(demonstrations(task, config.seed), run.consumed, None)
     stop = tuple(task.environment().stop)
+    interval = CHECKPOINT_SECONDS if checkpoint_seconds is None else checkpoint_seconds
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -87,7 +88,7 @@ def warm_up(
                 rows, used = _next_batch(stream, tokenizer, stop, config.tokens)
                 run.train(rows, used)
                 report(run.step, config.steps, run.losses[-1])
-                if time.monotonic() - saved >= checkpoint_seconds:
+                if time.monotonic() - saved >= interval:
                     run.save()
                     saved = time.monotonic()
     finally:

@@ -1,0 +1,238 @@
+"""The timeline: one lane an actor, a window of some seconds and the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from estr.report.data import KINDS, Floats, Run, Timeline
+from estr.report.panel import Entry, Panel, drawn, empty
+from estr.report.series import duration, percent
+from estr.report.svg import THEMED, Ink, new_figure, style_axes
+
+COLORS = {
+    "generate": "s1",
+    "train": "s2",
+    "publish": "s5",
+    "evaluate": "s3",
+    "checkpoint": "s6",
+    "wait": "quiet",
+    "idle": "quiet",
+}
+WORDS = {
+    "generate": "engine generates",
+    "train": "learner trains",
+    "publish": "weights published",
+    "evaluate": "evaluation",
+    "checkpoint": "checkpoint",
+    "wait": "waiting or idle",
+}
+LANE = 0.78
+BINS = 240
+WINDOW_SPANS = 600
+
+
+def timeline_panels(runs: Sequence[Run], ink: Ink = THEMED) -> list[Panel]:
+    """Two panels a run: some seconds from the middle, and everything."""
+    panels: list[Panel] = []
+    for index, run in enumerate(runs):
+        suffix = f" — {run.label}" if len(runs) > 1 else ""
+        panels.extend(_run_panels(run, index, suffix, ink))
+    return panels
+
+
+def draw_window(axes: Axes, timeline: Timeline, ink: Ink) -> tuple[float, float]:
+    """Spans of a few training steps from the middle of the run; returns the window in seconds."""
+    low, high = middle_window(timeline)
+    actors = timeline.actors
+    for lane, actor in enumerate(reversed(actors)):
+        for kind in KINDS:
+            _bars(axes, *_clipped(*timeline.of(actor, kind), low, high), lane, ink[COLORS[kind]], kind)
+    for start, _ in zip(*_clipped(*_every(timeline, "publish"), low, high), strict=True):
+        axes.axvline(start, color=ink[COLORS["publish"]], linewidth=0.8)
+    _lanes(axes, actors, ink, (low, high), "seconds since the start of the run")
+    _version_labels(axes, timeline, ink, low, high)
+    return low, high
+
+
+def draw_whole(axes: Axes, timeline: Timeline, ink: Ink) -> None:
+    """Each lane as a stack: which share of every slice of the run an actor spent on what."""
+    seconds = timeline.seconds
+    edges = np.linspace(0, seconds, BINS + 1)
+    unit = 60.0 if seconds > 300 else 1.0
+    actors = timeline.actors
+    for lane, actor in enumerate(reversed(actors)):
+        level = np.full(BINS, lane - LANE / 2)
+        for kind in KINDS:
+            share = busy_share(*timeline.of(actor, kind), edges) * LANE
+            _steps(axes, edges / unit, level, share, ink[COLORS[kind]])
+            level = level + share
+    _lanes(axes, actors, ink, (0, seconds / unit), "minutes" if unit == 60 else "seconds")
+
+
+def busy_share(start: Floats, end: Floats, edges: Floats) -> Floats:
+    """Share of each slice [B] between ``edges`` [B + 1] that the spans (seconds) cover, at most 1."""
+    if not len(start):
+        return np.zeros(len(edges) - 1)
+    points = np.concatenate([start, end])
+    signs = np.concatenate([np.ones(len(start)), -np.ones(len(end))])
+    order = np.argsort(points, kind="stable")
+    points, active = points[order], np.cumsum(signs[order])
+    covered = np.concatenate([[0.0], np.cumsum(np.minimum(active[:-1], 1) * np.diff(points))])
+    cumulative = np.interp(edges, points, covered, left=0.0, right=covered[-1])
+    return np.diff(cumulative) / np.diff(edges)
+
+
+def overlap_share(timeline: Timeline) -> float | None:
+    """Share of the learner's training time in which at least one engine generated; None without training."""
+    start, end = timeline.of("learner", "train")
+    if not len(start) or (end - start).sum() <= 0:
+        return None
+    engines = [timeline.of(actor, "generate") for actor in timeline.actors if actor != "learner"]
+    if not engines:
+        return None
+    generating = _union(np.concatenate([e[0] for e in engines]), np.concatenate([e[1] for e in engines]))
+    common = sum(_covered(*generating, low, high) for low, high in zip(start, end, strict=True))
+    return float(common / (end - start).sum())
+
+
+def middle_window(timeline: Timeline) -> tuple[float, float]:
+    """A window around the middle of the run, about four training steps long, without an evaluation if it can be."""
+    start, _ = timeline.of("learner", "train")
+    period = float(np.median(np.diff(np.sort(start)))) if len(start) > 2 else timeline.seconds / 4
+    length = min(max(4.2 * period, 0.5), max(timeline.seconds, 1e-3))
+    length = min(length, max(_crowded(timeline, length), 1e-3))
+    middle = (float(np.median(start)) if len(start) else timeline.seconds / 2) - length / 2
+    pauses = _every(timeline, "evaluate"), _every(timeline, "checkpoint")
+    for shift in (0.0, *(sign * step for step in np.arange(0.5, 12, 0.5) for sign in (1, -1))):
+        low = min(max(middle + shift * length, 0.0), max(timeline.seconds - length, 0.0))
+        if not any(((s < low + length) & (e > low)).any() for s, e in pauses):
+            return low, low + length
+    low = min(max(middle, 0.0), max(timeline.seconds - length, 0.0))
+    return low, low + length
+
+
+def _run_panels(run: Run, index: int, suffix: str, ink: Ink) -> list[Panel]:
+    title = f"Timeline{suffix}"
+    timeline = run.timeline
+    if not len(timeline) or timeline.seconds <= 0:
+        return [
+            empty(f"timeline-{index}", title, "No timeline: the run directory has no timeline.jsonl with spans yet.")
+        ]
+    window = _figure(timeline)
+    low, high = draw_window(window.add_subplot(), timeline, ink)
+    whole = _figure(timeline)
+    draw_whole(whole.add_subplot(), timeline, ink)
+    legend = _legend(timeline)
+    return [
+        drawn(
+            f"timeline-window-{index}",
+            f"{duration(high - low)} from the middle{suffix}",
+            f"{_overlap_sentence(timeline)} Numbers in the learner's bars are the version it makes.",
+            window,
+            legend,
+            wide=True,
+        ),
+        drawn(
+            f"timeline-whole-{index}",
+            f"The whole run, {duration(timeline.seconds)}{suffix}",
+            "Height is the share of each moment; grey is waiting, and what is left blank was not recorded.",
+            whole,
+            legend,
+            wide=True,
+        ),
+    ]
+
+
+def _overlap_sentence(timeline: Timeline) -> str:
+    share = overlap_share(timeline)
+    if share is None:
+        return "Lanes under each other show who works at the same time."
+    if share < 0.02:
+        return "Engines and learner take turns: nothing was generated while the learner trained."
+    return (
+        f"Engines went on generating during {percent(share)} of the learner's training time; red lines are new weights."
+    )
+
+
+def _figure(timeline: Timeline) -> Figure:
+    return new_figure(900, 62 + 34 * max(len(timeline.actors), 2))
+
+
+def _legend(timeline: Timeline) -> list[Entry]:
+    kinds = set(timeline.kind.tolist())
+    if "idle" in kinds:
+        kinds.add("wait")
+    return [Entry(COLORS[kind], words, "bar") for kind, words in WORDS.items() if kind in kinds]
+
+
+def _lanes(axes: Axes, actors: Sequence[str], ink: Ink, limits: tuple[float, float], x_label: str) -> None:
+    style_axes(axes, ink, x_label, "")
+    axes.set_title("")
+    axes.grid(visible=False)
+    axes.set_yticks(range(len(actors)), list(reversed(actors)))
+    for label in axes.get_yticklabels():
+        label.set_parse_math(False)
+    axes.set_ylim(-0.55, len(actors) - 0.45)
+    axes.set_xlim(*limits)
+    axes.xaxis.set_major_locator(MaxNLocator(8))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _bars(axes: Axes, start: Floats, end: Floats, lane: int, color: str, kind: str) -> None:
+    if not len(start):
+        return
+    height = LANE if kind not in ("idle", "wait") else LANE * 0.28
+    spans = list(zip(start, end - start, strict=True))
+    axes.broken_barh(spans, (lane - height / 2, height), facecolors=color, linewidth=0)
+
+
+def _steps(axes: Axes, edges: Floats, level: Floats, share: Floats, color: str) -> None:
+    if share.max(initial=0.0) > 0:
+        axes.stairs(level + share, edges, baseline=level, fill=True, color=color, linewidth=0)
+
+
+def _version_labels(axes: Axes, timeline: Timeline, ink: Ink, low: float, high: float) -> None:
+    chosen = (timeline.actor == "learner") & (timeline.kind == "train")
+    chosen &= (timeline.start < high) & (timeline.end > low) & np.isfinite(timeline.version)
+    lane = list(reversed(timeline.actors)).index("learner") if "learner" in timeline.actors else 0
+    for start, end, version in zip(*(a[chosen] for a in (timeline.start, timeline.end, timeline.version)), strict=True):
+        left, right = max(start, low), min(end, high)
+        if right - left > 0.04 * (high - low):
+            axes.text(
+                (left + right) / 2, lane, f"v{version:.0f}", ha="center", va="center", color=ink["paper"], fontsize=9
+            )
+
+
+def _clipped(start: Floats, end: Floats, low: float, high: float) -> tuple[Floats, Floats]:
+    inside = (start < high) & (end >= low)
+    return np.maximum(start[inside], low), np.minimum(end[inside], high)
+
+
+def _every(timeline: Timeline, kind: str) -> tuple[Floats, Floats]:
+    chosen = timeline.kind == kind
+    return timeline.start[chosen], timeline.end[chosen]
+
+
+def _crowded(timeline: Timeline, length: float) -> float:
+    """The window shrunk where it would hold more spans than a drawing can show."""
+    density = len(timeline) / max(timeline.seconds, 1e-9)
+    return WINDOW_SPANS / density if density * length > WINDOW_SPANS else length
+
+
+def _union(start: Floats, end: Floats) -> tuple[Floats, Floats]:
+    """Spans merged where they touch, sorted."""
+    order = np.argsort(start, kind="stable")
+    start, reach = start[order], np.maximum.accumulate(end[order])
+    fresh = np.append(True, start[1:] > reach[:-1])
+    last = np.append(np.flatnonzero(fresh)[1:] - 1, len(start) - 1)
+    return start[fresh], reach[last]
+
+
+def _covered(start: Floats, end: Floats, low: float, high: float) -> float:
+    first, last = np.searchsorted(end, low, "right"), np.searchsorted(start, high, "left")
+    return float(np.maximum(np.minimum(end[first:last], high) - np.maximum(start[first:last], low), 0).sum())

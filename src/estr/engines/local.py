@@ -114,9 +114,9 @@ class LocalEngine:
     def version(self) -> int:
         return self.weights.active
 
-    def set_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take new weights; running generations go on under them with their next token."""
-        self.weights.add(version, tensors)
+    def set_weights(self, version: int, tensors: Mapping[str, Tensor], *, own: bool = False) -> None:
+        """Take new weights; running generations go on under them with their next token (``own``: as a copy)."""
+        self.weights.add(version, tensors, own=own)
         self.weights.activate(version)
         self.weights.drop_before(version)
         self.counters.syncs += 1
@@ -334,7 +334,7 @@ class LocalEngine:
             row.actions += 1
         full = (length + 1 - turn >= store.limit[index]) | (length + 1 >= self.settings.max_context)
         flagged = (self._check[sampled.token] | full).nonzero()[:, 0].tolist()
-        ended = [turn for i in flagged if (turn := self._ended(rows[i])) is not None]
+        ended = [end for i in flagged if (end := self._ended(rows[i])) is not None]
         for row in rows:
             if row.state == "pending":
                 self._join_front(row)

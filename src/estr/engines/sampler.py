@@ -21,8 +21,8 @@ def sample(logits: Tensor, temperature: float, uniform: Tensor) -> Sampled:
 
     ``logits``: float32 [n, V] before temperature; ``uniform``: float64 [n] in [0, 1), one number a row, so that a row's
     token depends on its own random stream and not on its neighbours. At ``temperature`` 0 the most likely token is
-    taken; μ is then a point mass: log μ = 0, H = 0. Logits are scaled, then normalized (FAULTS A1), and H is that of the
-    same distribution (FAULTS A15). A token of probability 0 is never drawn.
+    taken; μ is then a point mass: log μ = 0, H = 0. Logits are scaled, then normalized, and H is that of the same
+    distribution. A token of probability 0 is never drawn.
     """
     if temperature == 0:
         token = logits.argmax(-1)

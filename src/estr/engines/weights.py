@@ -27,13 +27,17 @@ class EngineWeights:
     def names(self) -> set[str]:
         return set(self._parameters)
 
-    def add(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Make ``version`` available; ``tensors`` must name exactly the model's parameters."""
+    def add(self, version: int, tensors: Mapping[str, Tensor], *, own: bool = False) -> None:
+        """Make ``version`` available; ``tensors`` must name exactly the model's parameters. With ``own`` nothing of
+        them is used after the call: what needs no conversion is copied."""
         if set(tensors) != self.names:
             odd = sorted(set(tensors) ^ self.names)[:3]
             raise ValueError(f"weights of version {version} and the engine's model differ in {', '.join(odd)}")
         with torch.no_grad():
-            self._versions[version] = {name: to_engine(tensor, name, self.dtype) for name, tensor in tensors.items()}
+            held = {name: to_engine(tensor, name, self.dtype) for name, tensor in tensors.items()}
+            if own:
+                held = {name: t.clone() if t.data_ptr() == tensors[name].data_ptr() else t for name, t in held.items()}
+            self._versions[version] = held
 
     def activate(self, version: int) -> None:
         if version == self.active:
@@ -48,6 +52,10 @@ class EngineWeights:
         """Forget versions older than ``version``, except the active one."""
         for old in [v for v in self._versions if v < version and v != self.active]:
             del self._versions[old]
+
+    def tensors(self, version: int) -> dict[str, Tensor]:
+        """The tensors of a version that is held, in engine precision."""
+        return self._versions[version]
 
     @property
     def held(self) -> list[int]:

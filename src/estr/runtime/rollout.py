@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from estr.engines.local import LocalEngine, Turn
-from estr.environments.base import Environment, Reply, Task
-from estr.environments.runner import EnvironmentFailure, Pending, score, start
+from estr.environments.base import Environment, Message, Reply, Task
+from estr.environments.runner import EnvironmentFailure, Pending, start, start_reset, start_reward
 from estr.errors import EstrError
 from estr.models.conversation import Conversation
 from estr.runtime.messages import Failed, Finished, Job
@@ -24,15 +25,19 @@ class EpisodeLimits:
 
 @dataclass
 class _Episode:
+    """One job's way: reset → (turn → reply)* → reward; ``waiting`` is what the environment owes."""
+
     job: Job
-    environment: Environment
-    conversation: Conversation
     seed: int
+    environment: Environment
+    waiting: Pending[Any] | None
+    phase: Literal["reset", "reply", "reward"] = "reset"
+    conversation: Conversation | None = None
     turns: int = 0
     segments: list[Segment] = field(default_factory=list)
-    waiting: Pending | None = None
     last: Turn | None = None
     last_text: str = ""
+    finish_reason: str = ""
 
 
 class RolloutWorker:
@@ -46,7 +51,7 @@ class RolloutWorker:
         self,
         engine: LocalEngine,
         task: Task,
-        tokenizer: object,
+        tokenizer: Any,
         limits: EpisodeLimits,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -71,26 +76,13 @@ class RolloutWorker:
         seed = derive_seed(job.run_seed, job.group, job.sibling, job.attempt)
         try:
             environment = self.task.environment()
-            conversation = Conversation(self._tokenizer, environment.reset(job.problem, seed))
-        except EstrError as error:
-            self._results.append(Failed(job, str(error)))
-            return
+            waiting = start_reset(environment, job.problem, seed, self.limits.tool_timeout, self._clock)
         except Exception as error:
-            self._results.append(Failed(job, f"the environment's reset raised {type(error).__name__}: {error}"))
+            self._results.append(Failed(job, f"making an environment raised {type(error).__name__}: {error}"))
             return
-        episode = _Episode(job, environment, conversation, seed)
-        try:
-            self.engine.start(
-                job.key,
-                conversation.prompt_ids,
-                seed=self._turn_seed(episode),
-                limit=self.limits.max_new_tokens,
-                rule=job.window,
-            )
-        except ValueError as error:
-            self._results.append(Failed(job, f"problem {job.problem.task_id}: {error}", final=True))
-            return
+        episode = _Episode(job, seed, environment, waiting)
         self._episodes[job.key] = episode
+        self._poll(episode)
 
     def cancel_all(self) -> list[Job]:
         """Forget everything that runs; returns the jobs."""
@@ -108,7 +100,7 @@ class RolloutWorker:
 
     def tick(self) -> list[Finished | Failed]:
         """Take tool replies that have come, make one engine step, hand out what finished."""
-        for episode in [episode for episode in self._episodes.values() if episode.waiting is not None]:
+        for episode in list(self._episodes.values()):
             self._poll(episode)
         if self.engine.busy:
             for turn in self.engine.step():
@@ -129,39 +121,65 @@ class RolloutWorker:
         job = episode.job
         return derive_seed(job.run_seed, job.group, job.sibling, episode.turns, job.attempt)
 
+    def _poll(self, episode: _Episode) -> None:
+        if episode.waiting is None:
+            return
+        outcome = episode.waiting.poll() if self._wait else episode.waiting.wait()
+        if outcome is None:
+            return
+        episode.waiting = None
+        if isinstance(outcome, EnvironmentFailure):
+            self._fail(episode, outcome.sentence)
+        elif episode.phase == "reset":
+            self._begin(episode, outcome)
+        elif episode.phase == "reply":
+            self._go_on(episode, outcome)
+        else:
+            self._finish(episode, outcome)
+
+    def _begin(self, episode: _Episode, messages: list[Message]) -> None:
+        job = episode.job
+        try:
+            episode.conversation = Conversation(self._tokenizer, messages)
+            self.engine.start(
+                job.key,
+                episode.conversation.prompt_ids,
+                seed=self._turn_seed(episode),
+                limit=self.limits.max_new_tokens,
+                rule=job.window,
+            )
+        except (EstrError, ValueError) as error:
+            self._fail(episode, str(error), final=True)
+            return
+
     def _turn_ended(self, episode: _Episode, turn: Turn) -> None:
+        assert episode.conversation is not None
         episode.turns += 1
         episode.last = turn
         episode.last_text = episode.conversation.decode(turn.tokens)
-        episode.waiting = start(
-            episode.environment, episode.last_text, timeout=self.limits.tool_timeout, clock=self._clock
-        )
+        episode.phase = "reply"
+        episode.waiting = start(episode.environment, episode.last_text, self.limits.tool_timeout, self._clock)
         self._poll(episode)
-
-    def _poll(self, episode: _Episode) -> None:
-        assert episode.waiting is not None
-        reply = episode.waiting.poll() if self._wait else episode.waiting.wait()
-        if reply is None:
-            return
-        episode.waiting = None
-        if isinstance(reply, EnvironmentFailure):
-            self._fail(episode, reply.sentence)
-        else:
-            self._go_on(episode, reply)
 
     def _go_on(self, episode: _Episode, reply: Reply) -> None:
         assert episode.last is not None
-        if episode.last.end != "stop" and not reply.done:
-            self._finish(episode, "length")
+        if episode.last.end != "stop":
+            self._judge(episode, "length")
         elif reply.done:
-            self._finish(episode, "stop" if episode.last.end == "stop" else "length")
+            self._judge(episode, "stop")
         elif episode.turns >= self.limits.max_turns:
-            self._finish(episode, "turns")
+            self._judge(episode, "turns")
         elif not self._next_turn(episode, reply):
-            self._finish(episode, "length")
+            self._judge(episode, "length")
+
+    def _judge(self, episode: _Episode, finish_reason: str) -> None:
+        episode.finish_reason, episode.phase = finish_reason, "reward"
+        episode.waiting = start_reward(episode.environment, self.limits.tool_timeout, self._clock)
+        self._poll(episode)
 
     def _next_turn(self, episode: _Episode, reply: Reply) -> bool:
         assert episode.last is not None
+        assert episode.conversation is not None
         key, seed, limit = episode.job.key, self._turn_seed(episode), self.limits.max_new_tokens
         extension = episode.conversation.extend(episode.last.tokens, episode.last_text, reply.messages)
         if not extension.fork:
@@ -172,39 +190,32 @@ class RolloutWorker:
         episode.segments.append(segment)
         return True
 
-    def _finish(self, episode: _Episode, reason: str) -> None:
-        reward = score(episode.environment)
-        if isinstance(reward, EnvironmentFailure):
-            self._fail(episode, reward.sentence)
-            return
-        job = episode.job
+    def _finish(self, episode: _Episode, reward: float) -> None:
+        job, problem = episode.job, episode.job.problem
         segments = [*episode.segments, self.engine.release(job.key)]
         del self._episodes[job.key]
-        self._results.append(
-            Finished(
-                Trajectory(
-                    group=job.group,
-                    sibling=job.sibling,
-                    attempt=job.attempt,
-                    task_id=job.problem.task_id,
-                    prompt=job.problem.prompt,
-                    seed=episode.seed,
-                    segments=segments,
-                    text=self._text(segments),
-                    reward=reward,
-                    finish_reason=reason,
-                    turns=episode.turns,
-                    forks=len(segments) - 1,
-                    group_key=job.problem.task_id,
-                )
-            )
+        trajectory = Trajectory(
+            group=job.group,
+            sibling=job.sibling,
+            attempt=job.attempt,
+            task_id=problem.task_id,
+            prompt=problem.prompt,
+            seed=episode.seed,
+            segments=segments,
+            text=self._text(segments),
+            reward=reward,
+            finish_reason=episode.finish_reason,
+            turns=episode.turns,
+            forks=len(segments) - 1,
+            group_key=problem.task_id,
         )
+        self._results.append(Finished(trajectory))
 
     def _text(self, segments: list[Segment]) -> str:
-        decode = self._tokenizer.decode  # type: ignore[attr-defined]
+        decode = self._tokenizer.decode
         return "\n".join(str(decode(segment.tokens.tolist(), skip_special_tokens=False)) for segment in segments)
 
-    def _fail(self, episode: _Episode, reason: str) -> None:
+    def _fail(self, episode: _Episode, reason: str, *, final: bool = False) -> None:
         self.engine.cancel(episode.job.key)
         del self._episodes[episode.job.key]
-        self._results.append(Failed(episode.job, f"problem {episode.job.problem.task_id}: {reason}"))
+        self._results.append(Failed(episode.job, f"problem {episode.job.problem.task_id}: {reason}", final))

@@ -146,23 +146,28 @@ class Schedule:
 
     def finish(self, trajectory: Trajectory) -> bool:
         """File a finished trajectory; False where it is not expected (its group was dropped, or it came twice)."""
-        group = self._groups.get(trajectory.group)
-        if group is None or trajectory.sibling in group.finished:
+        if not self.expects(trajectory):
             return False
+        group = self._groups[trajectory.group]
         group.finished[trajectory.sibling] = trajectory
         if group.complete:
             group.finish_order, self._finished_count = self._finished_count, self._finished_count + 1
             self.failed_in_a_row = 0
         return True
 
-    def fail(self, number: int, sibling: int) -> Ticket | Group | None:
-        """A trajectory failed: a Ticket to try it again, or the Group that is dropped because it failed too often;
-        None where the group is already gone."""
+    def expects(self, trajectory: Trajectory) -> bool:
+        """Whether ``finish`` would take it."""
+        group = self._groups.get(trajectory.group)
+        return group is not None and trajectory.sibling not in group.finished
+
+    def fail(self, number: int, sibling: int, *, final: bool = False) -> Ticket | Group | None:
+        """A trajectory failed: a Ticket to try it again, or the Group that is dropped because it failed too often (or
+        ``final``: trying again cannot help); None where the group is already gone."""
         group = self._groups.get(number)
         if group is None:
             return None
         attempt = group.attempts.get(sibling, 0) + 1
-        if attempt < self.rules.attempts:
+        if attempt < self.rules.attempts and not final:
             group.attempts[sibling] = attempt
             return Ticket(number, sibling, attempt)
         self.failed_in_a_row += 1

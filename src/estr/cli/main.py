@@ -1,0 +1,154 @@
+"""The command ``estr``: arguments, exit statuses, one-sentence errors."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from estr.errors import EstrError, MissingExtraError, nearest
+
+Command = Callable[[argparse.Namespace], None]
+
+
+class Parser(argparse.ArgumentParser):
+    """Usage errors in one sentence that names the nearest valid word; exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        if "invalid choice" in message and self._subparsers is not None:
+            given = message.split("'")[1] if "'" in message else ""
+            message = f"there is no command {given!r}{nearest(given, COMMANDS)}"
+        self.exit(2, f"estr: {message} (see: {self.prog} --help)\n")
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from estr.cli.train import train
+
+    train(arguments.config, arguments.output, arguments.set, dry_run=arguments.dry_run)
+
+
+def _resume(arguments: argparse.Namespace) -> None:
+    from estr.cli.train import resume
+
+    resume(arguments.directory)
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    from estr.cli.evaluate import evaluate
+
+    evaluate(arguments.model, arguments.set, samples=arguments.samples, as_json=arguments.json)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from estr.cli.reporting import report
+
+    report(arguments.runs, arguments.html)
+
+
+def _recipes(arguments: argparse.Namespace) -> None:
+    from estr.cli.listing import show_recipe, show_recipes
+
+    show_recipe(arguments.name) if arguments.name else show_recipes()
+
+
+def _tasks(arguments: argparse.Namespace) -> None:
+    from estr.cli.listing import show_tasks
+
+    show_tasks()
+
+
+COMMANDS: dict[str, Command] = {
+    "train": _train,
+    "resume": _resume,
+    "eval": _eval,
+    "report": _report,
+    "recipes": _recipes,
+    "tasks": _tasks,
+}
+
+
+def build_parser() -> Parser:
+    """The whole command line."""
+    parser = Parser(prog="estr", description="Asynchronous RL for language models with entropy-scaled trust regions.")
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    sets = {"action": "append", "default": [], "metavar": "SECTION.KEY=VALUE"}
+
+    train = commands.add_parser("train", help="a whole run")
+    train.add_argument("config", help="TOML file")
+    train.add_argument("--output", metavar="DIR", help="run directory; must not exist")
+    train.add_argument("--set", **sets, help="override a key of the file (repeatable)")  # type: ignore[arg-type]
+    train.add_argument("--dry-run", action="store_true", help="check and print the resolved configuration, then stop")
+
+    resume = commands.add_parser("resume", help="go on from the last checkpoint of a run")
+    resume.add_argument("directory", help="run directory")
+
+    evaluate = commands.add_parser("eval", help="score a model or a run's last checkpoint on held-out problems")
+    evaluate.add_argument("model", metavar="MODEL_OR_RUN", help="model directory, hub name, builtin:… or run directory")
+    evaluate.add_argument("--set", **sets, help="configuration, for example task.name=gsm8k")  # type: ignore[arg-type]
+    evaluate.add_argument("--samples", type=_positive, default=1, metavar="K", help="samples a problem (default 1)")
+    evaluate.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+    report = commands.add_parser("report", help="the HTML report of one or more runs")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+    report.add_argument("--html", metavar="OUT", help="where to write it (default: report.html in the run)")
+
+    recipes = commands.add_parser("recipes", help="objectives there are, with sources")
+    recipes.add_argument("name", nargs="?", help="show one in full")
+
+    commands.add_parser("tasks", help="tasks there are, with options")
+    for command in commands.choices.values():
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _version() -> str:
+    from estr import __version__
+
+    return f"estr {__version__}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    debug = arguments.debug or bool(os.environ.get("ESTR_DEBUG"))
+    try:
+        COMMANDS[arguments.command](arguments)
+    except EstrError as error:
+        if debug:
+            raise
+        return _fail(str(error), error.exit_status)
+    except ModuleNotFoundError as error:
+        if debug:
+            raise
+        return _fail(str(MissingExtraError(error.name or "?", "train")), 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        return _fail(
+            f"{type(error).__name__}: {error} (this should have been a better sentence; --debug shows more)", 1
+        )
+    return 0
+
+
+def _fail(sentence: str, status: int) -> int:
+    print(f"estr: {sentence}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""``estr train`` and ``estr resume``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from estr.cli.live import make_reporter
+from estr.config import Config
+from estr.config.load import dump_config, load_config
+from estr.config.validate import validate_config
+from estr.errors import EstrError, RunError
+from estr.runtime.builders import build_task, default_output
+from estr.runtime.interrupts import Interrupted, Interrupts
+from estr.runtime.reporter import Reporter, Summary
+from estr.runtime.run import Run
+from estr.runtime.setup import prepared
+from estr.storage.checkpoints import Checkpoint, latest_checkpoint
+from estr.storage.run_directory import RunDirectory
+
+
+def train(config_path: str, output: str | None, sets: list[str], *, dry_run: bool = False) -> None:
+    """A whole run from a configuration file."""
+    config, notices = load_config(config_path, sets)
+    notices += validate_config(config)
+    build_task(config)
+    for notice in notices:
+        print(f"note: {notice}", file=sys.stderr)
+    if dry_run:
+        print(dump_config(config), end="")
+        return
+    target = Path(output or config.run.output or default_output(config, time.strftime("%Y%m%d-%H%M%S")))
+    with RunDirectory.create(target, config) as directory:
+        _run(config, directory, None)
+
+
+def resume(path: str) -> None:
+    """Go on with a run from its last checkpoint, or from the start where there is none yet."""
+    with RunDirectory.open(path, lock=True) as directory:
+        config = directory.config()
+        validate_config(config)
+        latest = latest_checkpoint(directory)
+        for notice in latest.notices:
+            print(f"note: {notice}", file=sys.stderr)
+        if latest.checkpoint is not None and latest.checkpoint.step >= config.run.steps:
+            print(f"{path} is finished: {latest.checkpoint.step} of {config.run.steps} steps are done")
+            return
+        _run(config, directory, latest.checkpoint)
+
+
+def _run(config: Config, directory: RunDirectory, checkpoint: Checkpoint | None) -> None:
+    reporter = make_reporter()
+    try:
+        with Interrupts() as interrupts, prepared(config, directory, reporter, interrupts, checkpoint) as parts:
+            summary = Run(parts, interrupts).go()
+    except Interrupted:
+        reporter.close()
+        _write_report(directory.path, reporter)
+        raise Interrupted(f"interrupted; go on with: estr resume {directory.path}") from None
+    except OSError as error:
+        reporter.close()
+        raise RunError(f"{error.strerror or error} ({error.filename or directory.path})") from error
+    except EstrError as error:
+        reporter.close()
+        if error.exit_status == RunError.exit_status:
+            raise RunError(f"{error}; what was reached is in {directory.path}") from error
+        raise
+    reporter.close()
+    report = _write_report(directory.path, reporter)
+    _print_summary(summary, report)
+
+
+def _write_report(path: Path, reporter: Reporter) -> Path | None:
+    from estr.report import write_report
+
+    try:
+        return write_report([path], path / "report.html")
+    except (OSError, EstrError, ValueError) as error:
+        reporter.notice(f"the report could not be written: {error}")
+        return None
+
+
+def _print_summary(summary: Summary, report: Path | None) -> None:
+    print(f"steps {summary.steps}, {summary.seconds:.0f} s")
+    if summary.last_eval is not None and summary.first_eval is not None:
+        print(
+            f"held-out reward {summary.first_eval:.3f} at the start, {summary.last_eval:.3f} at the end, "
+            f"{summary.best_eval:.3f} at best"
+        )
+    if summary.spanning_share is not None:
+        print(
+            f"trained trajectories that span two or more weight versions (after step 10): {summary.spanning_share:.1%}"
+        )
+    if summary.dropped or summary.skipped_steps:
+        print(f"groups dropped {summary.dropped}, steps skipped {summary.skipped_steps}")
+    print(f"run directory {summary.directory}")
+    if report is not None:
+        print(f"report {report}")

@@ -1,0 +1,64 @@
+"""From configuration to tasks, models, engines and episodes; the same in every process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from estr.config import Config
+from estr.engines.local import EngineSettings, LocalEngine
+from estr.environments.base import Task
+from estr.environments.registry import make_task
+from estr.models.conversation import chat_format
+from estr.models.stops import StopTexts
+from estr.runtime.rollout import EpisodeLimits, RolloutWorker
+
+CANARY_LENGTH = 16
+
+
+def build_task(config: Config) -> Task:
+    """The configured task; its seed is the run's unless the task section gives one."""
+    return make_task(config.task.name, path=config.task.path, default_seed=config.run.seed, **config.task.options())
+
+
+def context_length(config: Config, model: Any) -> int:
+    """Tokens one row may have: what the model was made for, or less where the configuration says so."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
+    return min(limit, config.rollout.max_context) if config.rollout.max_context else int(limit)
+
+
+def build_rollout_worker(
+    config: Config,
+    task: Task,
+    model: Any,
+    tokenizer: Any,
+    *,
+    temperature: float | None = None,
+    dtype: str | None = None,
+    wait_for_tools: bool = True,
+) -> RolloutWorker:
+    """Episodes on a local engine around ``model``; the engine has no weights until it is given some."""
+    rollout = config.rollout
+    stops = tuple(getattr(task.environment(), "stop", ()))
+    settings = EngineSettings(
+        slots=rollout.slots,
+        parked=rollout.slots if rollout.parked < 0 else rollout.parked,
+        temperature=rollout.temperature if temperature is None else temperature,
+        dtype=dtype or rollout.dtype,
+        kv=rollout.kv,
+        max_context=context_length(config, model),
+        end_ids=tuple(sorted(chat_format(tokenizer).end_ids)),
+    )
+    engine = LocalEngine(model, settings, StopTexts(tokenizer, stops) if stops else None)
+    limits = EpisodeLimits(rollout.max_new_tokens, rollout.max_turns, config.task.tool_timeout)
+    return RolloutWorker(engine, task, tokenizer, limits, wait_for_tools=wait_for_tools)
+
+
+def canary_tokens(vocabulary: int) -> list[int]:
+    """Fixed tokens whose log-probabilities engine and learner compare after every sync."""
+    return [(7 * i + 3) % vocabulary for i in range(CANARY_LENGTH)]
+
+
+def default_output(config: Config, stamp: str) -> Path:
+    """Where a run goes when nobody said."""
+    return Path("runs") / f"{config.task.name.replace(':', '-')}-{config.objective.recipe.replace('/', '-')}-{stamp}"

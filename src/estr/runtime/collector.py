@@ -1,0 +1,193 @@
+"""Between schedule and pool: tickets become jobs, events become groups for the learner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from estr.config import Config
+from estr.environments.base import Problem, Task
+from estr.errors import RunError
+from estr.runtime.accounting import Accounting
+from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Job, Synced, VersionWindow
+from estr.runtime.pools import Pool
+from estr.schedule import Group, Schedule, Ticket, Waiting
+from estr.trajectory import Trajectory
+
+CANARY_TOLERANCE = 1e-3
+_POLL = 0.25
+
+
+class Journal(Protocol):
+    """Where each transition is made durable before anyone acts on it."""
+
+    def issued(self, ticket: Ticket, problem: Problem, version: int) -> None: ...
+
+    def finished(self, trajectory: Trajectory) -> None: ...
+
+    def dropped(self, trajectories: Sequence[Trajectory], group: int, reason: str) -> None: ...
+
+
+class Collector:
+    """Keeps the pool supplied and hands whole groups to the learner.
+
+    ``minibatch_of`` maps a group's place in its rollout batch to the minibatch that trains it (lockstep needs to know
+    at which version that is). ``check`` is called while waiting and may raise (an interrupt).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        pool: Pool,
+        task: Task,
+        journal: Journal,
+        accounting: Accounting,
+        *,
+        notice: Callable[[str], None],
+        minibatch_of: Callable[[int], int],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._config, self._schedule, self._pool, self._task = config, schedule, pool, task
+        self._journal, self._accounting = journal, accounting
+        self._notice, self._minibatch_of, self._check = notice, minibatch_of, check
+        self._lockstep = config.schedule.mode == "lockstep"
+        self._problems: dict[int, Problem] = {}
+        self._places: dict[int, int] = {}
+        self._free_places: list[int] = []
+        self._version = 0
+        self._last_failure = ""
+        self.canary_error = float("nan")
+
+    # ------------------------------------------------------------------ supply
+
+    def fill(self, version: int) -> None:
+        """Admit what the schedule allows at ``version`` and issue it."""
+        self._version = version
+        for _ in range(self._schedule.admissible(version)):
+            self.issue(self._schedule.admit(version), version)
+
+    def issue(self, tickets: Sequence[Ticket], version: int) -> None:
+        """Issue the trajectories of one group that was admitted at ``version``."""
+        self._version = version
+        number = tickets[0].group
+        try:
+            self._problems[number] = self._task.train_problem(number)
+        except Exception as error:
+            raise RunError(
+                f"the task raised {type(error).__name__} when asked for problem {number}: {error}"
+            ) from error
+        self._places[number] = self._free_places.pop(0) if self._free_places else len(self._places)
+        self._pool.submit([self._job(ticket) for ticket in tickets])
+
+    def _job(self, ticket: Ticket) -> Job:
+        problem = self._problems[ticket.group]
+        self._journal.issued(ticket, problem, self._version)
+        return Job(
+            group=ticket.group,
+            sibling=ticket.sibling,
+            attempt=ticket.attempt,
+            problem=problem,
+            run_seed=self._config.run.seed,
+            min_version=self._version,
+            window=self._window(ticket.group) if self._lockstep else None,
+        )
+
+    def _window(self, number: int) -> VersionWindow:
+        schedule = self._config.schedule
+        target = self._version + self._minibatch_of(self._places[number])
+        return VersionWindow(self._version, target, schedule.inter, schedule.intra, schedule.intra_every)
+
+    # ------------------------------------------------------------------ demand
+
+    def next_batch(self, version: int) -> list[Group]:
+        """The next rollout batch, groups in order; waits for it, with a limit on time without progress.
+
+        Raises:
+            RunError: nothing moved for schedule.wait_timeout seconds, too many groups failed in a row, or an engine has
+                wrong weights.
+        """
+        last_progress = time.monotonic()
+        while True:
+            self._check()
+            self.fill(version)
+            batch = self._schedule.take(version)
+            if not isinstance(batch, Waiting):
+                return self._in_order(batch)
+            if self._absorb(self._pool.events(_POLL)):
+                last_progress = time.monotonic()
+            self._give_up_after(last_progress, batch)
+
+    def absorb_waiting(self) -> None:
+        """Take the events that are there, without waiting."""
+        self._absorb(self._pool.events(0.0))
+
+    def _in_order(self, groups: list[Group]) -> list[Group]:
+        key = self._places.__getitem__ if self._lockstep else lambda number: number
+        ordered = sorted(groups, key=lambda group: key(group.number))
+        for group in ordered:
+            self._problems.pop(group.number, None)
+            self._places.pop(group.number, None)
+        if not self._places:
+            self._free_places.clear()
+        return ordered
+
+    def _give_up_after(self, last_progress: float, waiting: Waiting) -> None:
+        limit = self._config.schedule.wait_timeout
+        if time.monotonic() - last_progress > limit:
+            raise RunError(
+                f"nothing happened for {limit:.0f} s (schedule.wait_timeout) while the learner waited for {waiting}"
+            )
+
+    # ------------------------------------------------------------------ events
+
+    def _absorb(self, events: Sequence[Event]) -> bool:
+        """File events; whether any of them is progress."""
+        progress = False
+        for event in events:
+            progress |= self._file(event)
+        return progress
+
+    def _file(self, event: Event) -> bool:
+        if isinstance(event, Finished):
+            if self._schedule.expects(event.trajectory):
+                self._journal.finished(event.trajectory)
+                self._schedule.finish(event.trajectory)
+        elif isinstance(event, Failed):
+            self._failed(event)
+        elif isinstance(event, Synced):
+            self._check_canary(event)
+        elif isinstance(event, Activity):
+            self._accounting.engine_activity(event)
+            return event.sampled_tokens > 0
+        elif isinstance(event, Died):
+            self._notice(f"an engine process was replaced and its work issued again: {event.reason}")
+        return True
+
+    def _failed(self, event: Failed) -> None:
+        job = event.job
+        outcome = self._schedule.fail(job.group, job.sibling, final=event.final)
+        if isinstance(outcome, Ticket):
+            self._pool.submit([self._job(outcome)])
+        elif isinstance(outcome, Group):
+            self._drop(outcome, event.reason)
+
+    def _drop(self, group: Group, reason: str) -> None:
+        self._last_failure = reason
+        self._pool.cancel_group(group.number)
+        self._journal.dropped(group.trajectories, group.number, reason)
+        self._free_places.append(self._places.pop(group.number))
+        self._problems.pop(group.number, None)
+        self._notice(f"group {group.number} was dropped: {reason}")
+        if self._schedule.hopeless:
+            raise RunError(f"{self._schedule.failed_in_a_row} groups in a row failed; the last one: {reason}")
+
+    def _check_canary(self, event: Synced) -> None:
+        self.canary_error = event.canary_error
+        exact = self._config.rollout.dtype == "float32" and self._config.learner.dtype == "float32"
+        if exact and not event.canary_error <= CANARY_TOLERANCE:
+            raise RunError(
+                f"an engine computes with wrong weights after taking version {event.version}: its canary "
+                f"log-probabilities are off by {event.canary_error:.3g}"
+            )

@@ -1,0 +1,51 @@
+"""SIGINT and SIGTERM: the first asks for a checkpoint and a stop, the second stops at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from estr.errors import EstrError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(EstrError):  # noqa: N818
+    """The run was asked to stop and has stopped cleanly."""
+
+    exit_status = 130
+
+
+class Interrupts:
+    """Context in which the signals are caught; ``check`` raises :class:`Interrupted` once one has come."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def asked(self) -> bool:
+        return self._asked
+
+    def check(self) -> None:
+        if self._asked:
+            raise Interrupted("interrupted")
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}

@@ -1,0 +1,60 @@
+"""Where a run stands, as a checkpoint keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from estr.storage.checkpoints import Checkpoint
+
+_WINDOW = "window/"
+
+
+@dataclass
+class Position:
+    """A fresh run stands at step 0; a resumed one where its checkpoint says."""
+
+    step: int = 0
+    elapsed: float = 0.0
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    next_group: int = 0
+    outstanding: list[int] = field(default_factory=list)  # groups that were issued and not trained
+    dropped_groups: int = 0
+    learner: dict[str, Any] | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Position:
+        """The position that ``checkpoint`` holds."""
+        state = checkpoint.state
+        return cls(
+            step=checkpoint.step,
+            elapsed=float(state["elapsed"]),
+            evaluations=[(int(step), float(reward)) for step, reward in state["evaluations"]],
+            next_group=int(state["next_group"]),
+            outstanding=[int(number) for number in state["outstanding"]],
+            dropped_groups=int(state["dropped_groups"]),
+            learner=state["learner"],
+            tensors=checkpoint.tensors(),
+        )
+
+    @property
+    def learner_tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if not name.startswith(_WINDOW)}
+
+    @property
+    def window(self) -> dict[int, dict[str, Tensor]]:
+        """Older weights that lockstep still samples from, by version, in engine precision."""
+        versions: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in self.tensors.items():
+            if name.startswith(_WINDOW):
+                version, _, parameter = name.removeprefix(_WINDOW).partition("/")
+                versions.setdefault(int(version), {})[parameter] = tensor
+        return versions
+
+
+def window_tensors(versions: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The inverse of :attr:`Position.window`."""
+    return {f"{_WINDOW}{v}/{name}": tensor for v, named in versions.items() for name, tensor in named.items()}

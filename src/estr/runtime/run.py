@@ -1,0 +1,204 @@
+"""A whole run: the loop that every schedule mode shares.
+
+    fill ─▶ wait for a rollout batch ─▶ optimizer steps ─▶ publish ─▶ store ─▶ evaluate, checkpoint ─▶ again
+
+Modes differ in the schedule's rules and in the pool behind it, never in this loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from estr.errors import EstrError
+from estr.learner.results import StepResult, TrainedTrajectory
+from estr.runtime.interrupts import Interrupted, Interrupts
+from estr.runtime.reporter import Summary
+from estr.runtime.setup import Parts
+from estr.schedule import Group
+from estr.storage.rollouts import Settlement
+from estr.trajectory import Trajectory
+
+_SPAN_AFTER = 10  # steps of start-up that the share of multi-version trajectories leaves out
+
+
+class Run:
+    """Drives the parts of one run from where they stand to ``run.steps``."""
+
+    def __init__(self, parts: Parts, interrupts: Interrupts) -> None:
+        self._p, self._interrupts = parts, interrupts
+        self._config = parts.config
+        self._step = parts.position.step
+        self._evaluated = parts.position.evaluations
+        self._spanning = self._counted = 0
+
+    # ------------------------------------------------------------------ the loop
+
+    def go(self) -> Summary:
+        """Run to the end.
+
+        Raises:
+            Interrupted: a signal asked to stop; a checkpoint was written.
+            RunError: the run failed; a checkpoint was written where that was possible.
+        """
+        parts, config = self._p, self._config
+        parts.reporter.start(parts.directory.path, self._step, config.run.steps)
+        try:
+            self._publish()
+            if self._step == 0 and not self._evaluated:
+                self._first_evaluation()
+            while self._step < config.run.steps:
+                self._interrupts.check()
+                self._train_batch(self._collect())
+                self._maybe_checkpoint()
+        except EstrError as error:
+            self._save_before_leaving("interrupted" if isinstance(error, Interrupted) else "failed")
+            raise
+        return self._finish()
+
+    def _collect(self) -> list[Group]:
+        version = self._p.learner.version
+        with self._p.accounting.learner("wait", version):
+            return self._p.collector.next_batch(version)
+
+    def _train_batch(self, groups: Sequence[Group]) -> None:
+        parts = self._p
+        trajectories = [group.trajectories for group in groups]
+        results = iter(parts.learner.train(trajectories))
+        trained: set[str] = set()
+        for number in range(1, parts.steps_per_batch + 1):
+            with parts.accounting.learner("train", parts.learner.version):
+                result = next(results)
+            self._step += 1
+            self._publish()
+            self._store(result, trained)
+            last = number == parts.steps_per_batch or self._step >= self._config.run.steps
+            self._report(result, boundary=last)
+            if last:
+                return
+
+    def _publish(self) -> None:
+        parts = self._p
+        if parts.published == parts.learner.version:
+            return
+        with parts.accounting.learner("publish", parts.learner.version):
+            canary = parts.learner.canary(parts.canary_tokens)
+            parts.pool.publish(parts.learner.version, parts.weights(), canary)
+        parts.published = parts.learner.version
+
+    def _store(self, result: StepResult, trained: set[str]) -> None:
+        """File the trajectories of this step that were not trained before."""
+        parts, rows = self._p, []
+        for record in result.trajectories:
+            trajectory = record.trajectory
+            if trajectory.trajectory_id in trained:
+                continue
+            trained.add(trajectory.trajectory_id)
+            self._count_span(trajectory)
+            rows.append((trajectory, self._settlement(result, record)))
+        parts.journal.trained(rows, self._step)
+
+    def _settlement(self, result: StepResult, record: TrainedTrajectory) -> Settlement:
+        if result.skipped:
+            return Settlement("dropped", drop_reason=f"step {self._step} was skipped: {result.reason}")
+        return Settlement(
+            "trained",
+            trained_step=self._step,
+            target_version=result.target_version,
+            advantage=record.advantage,
+            token_advantage=record.token_advantage,
+            learner_logprob=record.learner_logprob,
+            learner_entropy=record.learner_entropy,
+            proximal_logprob=record.proximal_logprob,
+        )
+
+    def _count_span(self, trajectory: Trajectory) -> None:
+        if self._step > _SPAN_AFTER:
+            self._counted += 1
+            self._spanning += trajectory.intra_staleness > 0
+
+    def _report(self, result: StepResult, *, boundary: bool) -> None:
+        parts = self._p
+        parts.collector.absorb_waiting()
+        parts.accounting.trained(result.action_tokens)
+        metrics = dict(result.metrics) | {"version": parts.learner.version}
+        if not math.isnan(parts.collector.canary_error):
+            metrics["engine/canary_error"] = parts.collector.canary_error
+        if boundary and self._due(self._config.run.eval_every):
+            metrics["eval/reward"] = self._evaluate()
+        metrics |= parts.accounting.step()
+        parts.metrics.write(self._step, metrics)
+        for tracker in parts.trackers:
+            tracker.log(self._step, metrics)
+        parts.reporter.step(self._step, metrics)
+
+    # ------------------------------------------------------------------ evaluation and checkpoints
+
+    def _due(self, every: int) -> bool:
+        """Whether a multiple of ``every`` lies in the rollout batch that has just ended."""
+        steps = self._p.steps_per_batch
+        return every > 0 and (
+            self._step // every > (self._step - steps) // every or self._step >= self._config.run.steps
+        )
+
+    def _first_evaluation(self) -> None:
+        if self._config.run.eval_every:
+            reward = self._evaluate()
+            self._p.reporter.notice(f"held-out reward before training: {reward:.3f}")
+
+    def _evaluate(self) -> float:
+        parts = self._p
+        assert parts.evaluator is not None
+        with parts.accounting.learner("evaluate", parts.learner.version):
+            evaluation = parts.evaluator.evaluate(parts.weights())
+        self._evaluated.append((self._step, evaluation.mean))
+        parts.directory_log.evaluation(self._step, evaluation)
+        return evaluation.mean
+
+    def _maybe_checkpoint(self) -> None:
+        if self._is_best():
+            self._checkpoint("best")
+            self._p.store.mark_best(self._step, self._evaluated[-1][1])
+        elif self._due(self._config.run.checkpoint_every):
+            self._checkpoint("periodic")
+
+    def _is_best(self) -> bool:
+        if not self._evaluated or self._evaluated[-1][0] != self._step or self._step == 0:
+            return False
+        return self._evaluated[-1][1] > max((r for s, r in self._evaluated[:-1] if s > 0), default=-math.inf)
+
+    def _checkpoint(self, kind: str) -> Path:
+        parts = self._p
+        with parts.accounting.learner("checkpoint", parts.learner.version):
+            return parts.store.save(self._step, kind, self._evaluated, parts)
+
+    def _save_before_leaving(self, kind: str) -> None:
+        """A checkpoint on the way out; what went wrong before matters more than a failure to write it."""
+        with contextlib.suppress(EstrError):
+            if not self._p.store.has(self._step):
+                self._checkpoint(kind)
+
+    # ------------------------------------------------------------------ the end
+
+    def _finish(self) -> Summary:
+        parts = self._p
+        parts.journal.unfinished(parts.schedule.outstanding, self._step)
+        if not parts.store.has(self._step):
+            self._checkpoint("final")
+        rewards = [reward for _, reward in self._evaluated]
+        summary = Summary(
+            directory=parts.directory.path,
+            steps=self._step,
+            version=parts.learner.version,
+            first_eval=rewards[0] if rewards else None,
+            last_eval=rewards[-1] if rewards else None,
+            best_eval=max(rewards, default=None),
+            spanning_share=self._spanning / self._counted if self._counted else None,
+            dropped=parts.journal.dropped_groups,
+            skipped_steps=self._step - parts.learner.version,
+            seconds=parts.accounting.elapsed,
+        )
+        parts.reporter.finish(summary)
+        return summary

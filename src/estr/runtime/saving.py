@@ -1,0 +1,62 @@
+"""Checkpoints of a run: model, optimizer, schedule and what lockstep still samples from, as one unit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from estr.config import Config
+from estr.models.load import is_lora, merged_state
+from estr.runtime.pools import InlinePool, Pool
+from estr.runtime.position import window_tensors
+from estr.storage.checkpoints import checkpoint_steps, mark_best, retain_checkpoints, save_checkpoint
+from estr.storage.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from estr.runtime.setup import Parts
+
+
+class CheckpointStore:
+    """Writes checkpoints of one run and keeps as many as the configuration says."""
+
+    def __init__(self, directory: RunDirectory, config: Config, pool: Pool) -> None:
+        self._directory, self._config, self._pool = directory, config, pool
+
+    def has(self, step: int) -> bool:
+        return step in checkpoint_steps(self._directory)
+
+    def save(self, step: int, kind: str, evaluations: list[tuple[int, float]], parts: Parts) -> Path:
+        """Write the checkpoint of ``step``; raises RunError where the disk fails, older ones stay."""
+        state = {
+            "version": parts.learner.version,
+            "elapsed": parts.accounting.elapsed,
+            "evaluations": evaluations,
+            "next_group": parts.schedule.next_group,
+            "outstanding": [group.number for group in parts.schedule.outstanding],
+            "dropped_groups": parts.journal.dropped_groups,
+            "learner": parts.learner.state(),
+        }
+        tensors = dict(parts.learner.state_tensors())
+        if isinstance(self._pool, InlinePool):
+            tensors |= window_tensors(self._pool.versions)
+        parts.metrics.sync()
+        model = _Saveable(parts.loaded.model)
+        path = save_checkpoint(self._directory, step, model, parts.loaded.tokenizer, tensors, state, kind)
+        retain_checkpoints(self._directory, self._config.run.keep_checkpoints)
+        return path
+
+    def mark_best(self, step: int, reward: float) -> None:
+        mark_best(self._directory, step, reward)
+
+
+class _Saveable:
+    """The plain model in Hugging Face format, adapters merged into its weights."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def save_pretrained(self, directory: Path) -> None:
+        if is_lora(self._model):
+            self._model.get_base_model().save_pretrained(directory, state_dict=merged_state(self._model))
+        else:
+            self._model.save_pretrained(directory)

@@ -1,0 +1,263 @@
+"""Everything a run consists of, made from its configuration and put together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from estr.config import Config
+from estr.environments.base import Task
+from estr.errors import UsageError
+from estr.learner.learner import Learner
+from estr.learner.rollouts import minibatch_plan
+from estr.models.builtin import resolve_model
+from estr.models.forward import check_head
+from estr.models.load import LoadedModel, apply_lora, load_model, merged_state
+from estr.runtime.accounting import Accounting
+from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens
+from estr.runtime.collector import Collector
+from estr.runtime.evaluation import Evaluation, Evaluator
+from estr.runtime.interrupts import Interrupts
+from estr.runtime.journal import RunJournal
+from estr.runtime.pools import InlinePool, Pool, ProcessPool
+from estr.runtime.position import Position
+from estr.runtime.reporter import Reporter
+from estr.runtime.saving import CheckpointStore
+from estr.runtime.trackers import Tracker, make_trackers
+from estr.schedule import Schedule, ScheduleRules
+from estr.storage.checkpoints import Checkpoint
+from estr.storage.metrics import JsonLinesWriter, MetricsWriter, TimelineWriter
+from estr.storage.rollout_files import RolloutWriter
+from estr.storage.run_directory import RunDirectory
+
+
+class EvaluationLog:
+    """evaluations.jsonl: one line per held-out evaluation, with how it was decoded."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._writer = JsonLinesWriter(directory.path / "evaluations.jsonl")
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        self._writer.append(
+            {
+                "step": step,
+                "reward": evaluation.mean,
+                "problems": len(evaluation.rewards),
+                "temperature": evaluation.temperature,
+                "failed": evaluation.failed,
+            }
+        )
+
+    def withdraw_after(self, step: int) -> None:
+        self._writer.withdraw(lambda record: record.get("step", 0) <= step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@dataclass
+class Parts:
+    """What :class:`estr.runtime.run.Run` drives."""
+
+    config: Config
+    directory: RunDirectory
+    reporter: Reporter
+    position: Position
+    learner: Learner
+    loaded: LoadedModel
+    schedule: Schedule
+    pool: Pool
+    collector: Collector
+    accounting: Accounting
+    journal: RunJournal
+    metrics: MetricsWriter
+    evaluator: Evaluator | None
+    store: CheckpointStore
+    directory_log: EvaluationLog
+    trackers: list[Tracker]
+    canary_tokens: list[int]
+    published: int = -1
+
+    @property
+    def steps_per_batch(self) -> int:
+        return self.config.learner.minibatches * self.config.learner.epochs
+
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's plain weights by name, each once; the parameters' own storage."""
+        return merged_state(self.loaded.model)
+
+
+def learner_threads(config: Config) -> int:
+    """Threads of the learner process: what is configured, else all cores in sync and one otherwise."""
+    if config.runtime.learner_threads:
+        return config.runtime.learner_threads
+    return os.cpu_count() or 1 if config.schedule.mode == "sync" else 1
+
+
+def engine_count(config: Config) -> int:
+    """Engine processes: what is configured, else one per core in sync and one fewer, at least one, in async."""
+    cores = os.cpu_count() or 1
+    if config.runtime.engines:
+        return config.runtime.engines
+    return {"sync": cores, "async": max(1, cores - 1)}.get(config.schedule.mode, 1)
+
+
+def load_policy(config: Config, path: Path) -> LoadedModel:
+    """The policy in float32 master weights (or what model.dtype says), with adapters where they are configured."""
+    loaded = load_model(path, config.model.dtype, config.model.trust_remote_code)
+    check_head(loaded.model)
+    if config.model.lora_rank:
+        loaded.model = apply_lora(loaded.model, config.model.lora_rank, config.model.lora_alpha, config.run.seed)
+    return loaded
+
+
+@contextmanager
+def prepared(
+    config: Config,
+    directory: RunDirectory,
+    reporter: Reporter,
+    interrupts: Interrupts,
+    checkpoint: Checkpoint | None = None,
+) -> Iterator[Parts]:
+    """All parts of a run, from its start or from ``checkpoint``; closed on the way out.
+
+    Raises:
+        UsageError: the model, the task or their combination cannot be used.
+    """
+    torch.set_num_threads(learner_threads(config))
+    position = Position.of(checkpoint) if checkpoint is not None else Position()
+    task = build_task(config)
+    reporter.phase("loading the model")
+    base = resolve_model(config.model, task)
+    path = base if checkpoint is None or config.model.lora_rank else checkpoint.path
+    loaded = load_policy(config, path)
+    _check_first_problems(config, task, loaded)
+    reference = load_model(base, "float32", config.model.trust_remote_code).model if config.objective.kl_coef else None
+    learner = Learner(loaded.model, config, reference=reference)
+    if position.learner is not None:
+        learner.load_state(position.learner, position.learner_tensors)
+    with ExitStack() as stack:
+        metrics, timeline = MetricsWriter(directory.path / "metrics.jsonl"), TimelineWriter(directory.timeline_path)
+        rollouts, log = RolloutWriter(directory, background=True), EvaluationLog(directory)
+        for writer in (metrics, timeline, rollouts, log):
+            stack.callback(writer.close)
+        if checkpoint is not None:
+            for writer in (metrics, timeline, rollouts, log):
+                writer.withdraw_after(position.step)
+        accounting = Accounting(timeline, engine_count(config), offset=position.elapsed)
+        reporter.phase("starting the engines")
+        pool = _make_pool(config, task, loaded, path, position, directory.spool)
+        stack.callback(pool.close)
+        journal = RunJournal(config, rollouts)
+        journal.dropped_groups = position.dropped_groups
+        schedule = _make_schedule(config, position)
+        collector = Collector(
+            config,
+            schedule,
+            pool,
+            task,
+            journal,
+            accounting,
+            notice=reporter.notice,
+            minibatch_of=_minibatches(config).__getitem__,
+            check=interrupts.check,
+        )
+        _issue_again(collector, schedule, position, learner.version)
+        yield Parts(
+            config=config,
+            directory=directory,
+            reporter=reporter,
+            position=position,
+            learner=learner,
+            loaded=loaded,
+            schedule=schedule,
+            pool=pool,
+            collector=collector,
+            accounting=accounting,
+            journal=journal,
+            metrics=metrics,
+            evaluator=_make_evaluator(config, task, base, loaded),
+            store=CheckpointStore(directory, config, pool),
+            directory_log=log,
+            trackers=make_trackers(config.run.trackers, directory.path, stack),
+            canary_tokens=_canary(loaded),
+        )
+
+
+def _minibatches(config: Config) -> dict[int, int]:
+    """A group's place in its rollout batch → the minibatch that trains it first."""
+    plan = minibatch_plan(config.learner.prompts_per_step, config.learner.minibatches, 1, 0)
+    return {place: minibatch for minibatch, places in enumerate(plan) for place in places}
+
+
+def _canary(loaded: LoadedModel) -> list[int]:
+    return canary_tokens(loaded.model.get_input_embeddings().weight.shape[0])
+
+
+def _check_first_problems(config: Config, task: Task, loaded: LoadedModel) -> None:
+    """Refuse a configuration under which the very first prompts do not fit the context."""
+    from estr.models.conversation import Conversation
+    from estr.runtime.builders import context_length
+
+    room = context_length(config, loaded.model)
+    for index in range(config.learner.prompts_per_step):
+        problem = task.train_problem(index)
+        environment = task.environment()
+        if getattr(environment, "blocking", True):
+            return
+        prompt = Conversation(loaded.tokenizer, environment.reset(problem, 0)).prompt_ids
+        if len(prompt) >= room:
+            raise UsageError(
+                f"problem {problem.task_id} has a prompt of {len(prompt)} tokens, which leaves no room in a context of "
+                f"{room}; raise rollout.max_context, filter the task, or take a model with a longer context"
+            )
+
+
+def _make_pool(config: Config, task: Task, loaded: LoadedModel, path: Path, position: Position, spool: Path) -> Pool:
+    if config.schedule.mode != "lockstep":
+        tensors = merged_state(loaded.model)
+        threads = config.runtime.engine_threads
+        return ProcessPool(config, path, tensors, spool, engines=engine_count(config), threads=threads)
+    engine = load_model(
+        path, "bfloat16" if config.rollout.dtype == "bfloat16" else "float32", config.model.trust_remote_code
+    )
+    worker = build_rollout_worker(config, task, engine.model, loaded.tokenizer, wait_for_tools=False)
+    steps = config.learner.minibatches * config.learner.epochs
+    window = config.schedule.inter + config.schedule.intra + steps
+    pool = InlinePool(worker, _canary(loaded), window=window)
+    for version, tensors in position.window.items():
+        pool.restore(version, tensors)
+    return pool
+
+
+def _make_schedule(config: Config, position: Position) -> Schedule:
+    learner, steps = config.learner, config.learner.minibatches * config.learner.epochs
+    rules = ScheduleRules(
+        prompts_per_step=learner.prompts_per_step,
+        group_size=config.rollout.group_size,
+        steps_per_batch=steps,
+        max_staleness=config.schedule.max_staleness if config.schedule.mode == "async" else steps - 1,
+        attempts=config.schedule.attempts,
+        max_failed_groups=config.schedule.max_failed_groups,
+    )
+    batches = -(-max(0, config.run.steps - position.step) // steps)
+    return Schedule(rules, next_group=position.next_group, total_groups=batches * learner.prompts_per_step)
+
+
+def _issue_again(collector: Collector, schedule: Schedule, position: Position, version: int) -> None:
+    for number in position.outstanding:
+        if schedule.admissible(version):
+            collector.issue(schedule.readmit(number, version), version)
+
+
+def _make_evaluator(config: Config, task: Task, path: Path, loaded: LoadedModel) -> Evaluator | None:
+    if not config.run.eval_every:
+        return None
+    model = load_model(path, "float32", config.model.trust_remote_code).model
+    return Evaluator(config, task, model, loaded.tokenizer, problems=config.run.eval_prompts)

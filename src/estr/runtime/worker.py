@@ -1,0 +1,196 @@
+"""An engine process: episodes on a local engine, weights from shared memory, results through a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from estr.config import Config
+from estr.errors import EstrError
+from estr.runtime.messages import Activity, Died, Event, Failed, Interval, Job, Ready, Synced
+
+_REPORT_EVERY = 0.2  # seconds between activity reports
+_JOIN_GAP = 0.005  # seconds; shorter pauses do not break an interval of the timeline
+_TOOL_POLL = 0.001  # seconds between looks at tools when nothing can be decoded
+_IDLE_POLL = 0.02  # seconds between looks at the pipe when there is no work
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker needs to start; plain data."""
+
+    name: str
+    config: dict[str, Any]
+    model_path: str
+    manifest: str
+    reader: int
+    threads: int
+    parent: int
+
+
+@dataclass(frozen=True)
+class CancelGroup:
+    group: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    pass
+
+
+def end_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies, also by SIGKILL (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def worker_main(spec: WorkerSpec, connection: Connection) -> None:
+    """Entry point of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(spec.parent)
+    try:
+        EngineProcess(spec, connection).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except EstrError as error:
+        _last_words(connection, str(error))
+    except Exception as error:
+        if os.environ.get("ESTR_DEBUG"):
+            raise
+        _last_words(connection, f"{type(error).__name__}: {error}")
+
+
+def _last_words(connection: Connection, reason: str) -> None:
+    with contextlib.suppress(OSError):
+        connection.send(Died(reason))
+
+
+class Timeline:
+    """Intervals of one actor, short pauses joined, and exact busy seconds."""
+
+    def __init__(self, actor: str) -> None:
+        self.actor = actor
+        self._kind, self._start, self._end, self._version = "", 0.0, 0.0, -1
+        self._done: list[Interval] = []
+
+    def add(self, kind: str, start: float, end: float, version: int) -> None:
+        if kind == self._kind and version == self._version and start - self._end < _JOIN_GAP:
+            self._end = end
+            return
+        self._close()
+        self._kind, self._start, self._end, self._version = kind, start, end, version
+
+    def _close(self) -> None:
+        if self._end > self._start:
+            self._done.append(Interval(self.actor, self._kind, self._start, self._end, self._version))
+        self._kind = ""
+
+    def take(self) -> list[Interval]:
+        self._close()
+        done, self._done = self._done, []
+        return done
+
+
+class EngineProcess:
+    """The worker's loop: take messages, take weights, tick, send results."""
+
+    def __init__(self, spec: WorkerSpec, connection: Connection) -> None:
+        import torch
+
+        from estr.models.load import load_model
+        from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens
+        from estr.transport import WeightReader
+
+        torch.set_num_threads(spec.threads)
+        config = Config.model_validate(spec.config)
+        task = build_task(config)
+        dtype = "bfloat16" if config.rollout.dtype == "bfloat16" else "float32"
+        loaded = load_model(spec.model_path, dtype, config.model.trust_remote_code)
+        self._worker = build_rollout_worker(config, task, loaded.model, loaded.tokenizer)
+        self._engine = self._worker.engine
+        self._reader = WeightReader(spec.manifest, spec.reader)
+        self._own = config.rollout.dtype != "float32"
+        self._canary = canary_tokens(loaded.model.get_input_embeddings().weight.shape[0])
+        self._connection = connection
+        self._held: list[Job] = []  # jobs that wait for their version
+        self._timeline = Timeline(spec.name)
+        self._reported, self._sampled = time.monotonic(), 0
+        self._stop = False
+
+    def run(self) -> None:
+        self._send(Ready())
+        while not self._stop:
+            self._receive()
+            self._take_weights()
+            self._submit_held()
+            self._tick()
+            self._report()
+
+    def _receive(self) -> None:
+        wait = 0.0
+        if self._worker.idle:
+            wait = _TOOL_POLL if self._worker.running or self._held else _IDLE_POLL
+        while self._connection.poll(wait):
+            message = self._connection.recv()
+            if isinstance(message, Job):
+                self._held.append(message)
+            elif isinstance(message, CancelGroup):
+                self._worker.cancel_group(message.group)
+                self._held = [job for job in self._held if job.group != message.group]
+            elif isinstance(message, Stop):
+                self._stop = True
+            wait = 0.0
+
+    def _take_weights(self) -> None:
+        if self._reader.latest in (self._reader.version, -1):
+            return
+        start = time.monotonic()
+        publication = self._reader.poll()
+        if publication is None:
+            return
+        self._engine.set_weights(publication.version, publication.tensors, own=self._own)
+        if self._own:
+            self._reader.leave()
+        error = np.abs(self._engine.canary(self._canary) - publication.canary).max()
+        self._timeline.add("sync", start, time.monotonic(), publication.version)
+        self._send(Synced(publication.version, float(error)))
+
+    def _submit_held(self) -> None:
+        ready = [job for job in self._held if job.min_version <= self._engine.version]
+        if ready:
+            self._held = [job for job in self._held if job.min_version > self._engine.version]
+            for job in ready:
+                self._worker.submit(job)
+
+    def _tick(self) -> None:
+        if self._worker.idle and not self._worker.running:
+            return
+        start, busy = time.monotonic(), self._engine.busy
+        results = self._worker.tick()
+        if busy:
+            self._timeline.add("generate", start, time.monotonic(), self._engine.version)
+        for result in results:
+            self._send(result)
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now - self._reported < _REPORT_EVERY:
+            return
+        sampled = self._engine.counters.sampled_tokens
+        intervals = self._timeline.take()
+        if intervals or sampled != self._sampled:
+            self._send(Activity(intervals, sampled - self._sampled))
+        self._reported, self._sampled = now, sampled
+
+    def _send(self, event: Event | Failed) -> None:
+        self._connection.send(event)

@@ -142,6 +142,12 @@ def test_stare_gate_off_changes_no_bit_and_zero_advantages_are_never_chosen():
     assert rule.weights(torch.ones(3), logprob=torch.tensor([float("-inf"), -1.0, NAN])).tolist() == [1, 1.1, 1]
 
 
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (10, 1), (11, 2), (20, 2), (21, 3)])
+def test_stare_rounds_the_number_of_chosen_tokens_up(tokens, chosen):
+    weight = reweighting("stare").weights(torch.ones(tokens), logprob=-torch.arange(1.0, tokens + 1))
+    assert int((weight > 1).sum()) == chosen
+
+
 def test_stare_selects_inside_parts():
     rule = reweighting("stare", scope="part", fraction=0.1)
     part = torch.tensor([0, 0, 1, 1])
@@ -249,6 +255,17 @@ def test_grpo_s_worked_vector():
     shaped, _, _ = reweighting("gtpo", level="sequence").shape(**GTPO)
     assert shaped[::2].tolist() == pytest.approx([1.1, 1.1, -1.12307692, -1.07692308], abs=1e-7)
     assert torch.equal(shaped[::2], shaped[1::2])
+
+
+def test_grpo_s_counts_every_sequence_once_whatever_its_length():
+    fields = {
+        "sequence": torch.tensor([0, 0, 0, 1]),
+        "entropy": f64(1, 2, 3, 6),
+        "reward": f64(1, 1),
+        "group": torch.tensor([0, 0]),
+    }
+    shaped, _, _ = reweighting("gtpo", level="sequence").shape(**fields)
+    assert shaped.tolist() == pytest.approx([1.05, 1.05, 1.05, 1.15])
 
 
 def test_gtpo_counts_only_sequences_still_alive_and_keeps_groups_apart():

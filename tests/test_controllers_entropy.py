@@ -80,6 +80,13 @@ def test_aer_anchors_at_the_first_observation_and_survives_json():
     assert other.observe(f64(0.1), ONE_TOKEN) == rule.observe(f64(0.1), ONE_TOKEN)
 
 
+def test_aer_averages_over_the_prompts_that_have_tokens():
+    weight = regularizer("aer").token_weight(
+        sequence=torch.tensor([0, 0, 2]), reward=f64(0, 0, 0), group=torch.tensor([0, 1, 2])
+    )
+    assert weight.tolist() == pytest.approx([0.0025, 0.0025, 0.005])
+
+
 def test_aer_leaves_invalid_rewards_out():
     rule = regularizer("aer")
     got = rule.coefficient(f64(NAN, 0, 1, 1, NAN), torch.tensor([0, 0, 0, 1, 2]))

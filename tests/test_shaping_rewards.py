@@ -54,6 +54,8 @@ def test_err_counts_thinking_tokens_alone_and_inside_sequences():
     thinking = torch.tensor([True] * 6 + [True, True, False])
     got = shaping("err").relief(4, sequence=sequence, entropy=entropy, thinking=thinking)
     assert got.tolist() == pytest.approx([0.7091797124702559, 0, 0, 0])
+    apart = shaping("err").relief(2, sequence=torch.tensor([0, 0, 1, 1]), entropy=f64(4, 5, 1, 2))
+    assert apart.tolist() == [0, 0]
 
 
 def test_err_bounds_the_score_and_skips_unknown_entropies():

@@ -274,9 +274,10 @@ def test_retention_keeps_the_newest_the_best_and_the_protected(run):
     for step in range(1, 8):
         save(run, step)
     mark_best(run, 2, 0.9)
-    assert retain_checkpoints(run, 2, protect=[4]) == [2, 4, 6, 7]
+    assert retain_checkpoints(run, 2, protect=[4]) == [6, 7]
     assert checkpoint_steps(run) == [2, 4, 6, 7]
-    assert retain_checkpoints(run, 1) == [2, 7]
+    assert retain_checkpoints(run, 1) == [7]
+    assert checkpoint_steps(run) == [2, 7]
 
 
 def test_retention_does_not_count_torn_checkpoints(run):

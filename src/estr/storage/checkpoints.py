@@ -174,15 +174,17 @@ def retain_checkpoints(run: RunDirectory, keep: int, protect: Collection[int] = 
     Torn ones older than the newest whole one are removed as well. The newest whole one is never removed.
 
     Returns:
-        The steps that are left, ascending: what a resume may go back to.
+        The steps of the newest whole ones, ascending: what a resume may go back to (the first of them is what the
+        ledger may prune through).
     """
     steps = checkpoint_steps(run)
     whole = [step for step in steps if _seems_whole(checkpoint_path(run, step))]
     best = best_checkpoint(run)
-    wanted = {*whole[-max(keep, 1) :], *protect, *([best.step] if best else [])}
+    recent = whole[-max(keep, 1) :]
+    wanted = {*recent, *protect, *([best.step] if best else [])}
     newest = whole[-1] if whole else -1
     _remove(run, [step for step in steps if step not in wanted and step < newest])
-    return [step for step in whole if step in wanted]
+    return recent
 
 
 def withdraw_checkpoints_after(run: RunDirectory, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,14 +12,13 @@ from estr.batch import TokenBatch
 
 CLAMP = 20.0  # log-ratios are clamped to this before exp; beyond it the ratio is a constant
 PROBABILITY = 1e-6  # probabilities that enter a binary KL stay this far from 0 and 1
-ENTROPIES = ("behavior_entropy", "behavior_entropy_upper", "proximal_entropy", "entropy")
-LOGPROBS = ("proximal_logprob", "reference_logprob")
+FINITE = ("proximal_logprob", "reference_logprob", "behavior_entropy", "proximal_entropy", "entropy")
 
 
 class Context:
     """One batch as gates, weights and surrogates read it.
 
-    Invalid tokens (a needed log-probability or the advantage not finite, a needed entropy NaN) are selected away here,
+    Invalid tokens (a needed log-probability, a needed entropy or the advantage NaN or infinite) are selected away here,
     before any arithmetic, so that neither values nor gradients can turn NaN; ``valid`` (bool [N]) says which are left.
 
     Edges are named by a letter: "B" = q/μ, "U" = π/q, "E" = π/μ. Without q, q ≡ μ.
@@ -41,6 +41,8 @@ class Context:
         )
         self.valid = _valid(batch, needed)
         self.clipped: Tensor | None = None
+        self.segment: Tensor | None = None
+        self.segments = 0
         self.undecided: Tensor | None = None
         self._cache: dict[str, Tensor] = {}
         self._graph = torch.is_grad_enabled()
@@ -59,9 +61,14 @@ class Context:
         """``values`` [N] with 0 at invalid tokens, in the arithmetic's dtype; gradients there are 0."""
         return torch.where(self.valid, values.to(self.dtype), self._zero)
 
+    def given(self, name: str) -> Tensor:
+        """A field of the batch that the caller knows to be there, as it was given."""
+        value: Tensor = getattr(self.batch, name)
+        return value
+
     def field(self, name: str) -> Tensor:
         """A float field [N] of the batch, made safe."""
-        return self._once(name, lambda: self.safe(getattr(self.batch, name)))
+        return self._once(name, lambda: self.safe(self.given(name)))
 
     def delta(self, edge: str) -> Tensor:
         """The raw log-ratio [N] of an edge; for a surrogate "U" and "E" carry the graph of π."""
@@ -101,6 +108,25 @@ class Context:
     def sequence_any(self, mask: Tensor) -> Tensor:
         """Whether a valid token of the sequence is True, handed back to each token: bool [N]."""
         return (self.sequence_sum((mask & self.valid).to(self.dtype)) > 0)[self.sequence]
+
+    def split(self, kind: Tensor, kinds: int) -> None:
+        """Divides each sequence into segments by ``kind``, int64 [N] in 0..kinds-1."""
+        self.segment = self.sequence * kinds + kind
+        self.segments = self.sequences * kinds
+
+    def segment_mean(self, values: Tensor) -> Tensor:
+        """Mean of [N] over the valid tokens of each token's segment, handed back: [N]."""
+        assert self.segment is not None
+        total = segment_sum(self.safe(values), self.segment, self.segments)
+        count = segment_sum(self.valid.to(self.dtype), self.segment, self.segments)
+        return (total / count.clamp(min=1))[self.segment]
+
+    def anchor_entropy(self) -> Tensor:
+        """The entropy [N] of q, or of μ where q's is not given."""
+        for name in ("proximal_entropy", "behavior_entropy"):
+            if getattr(self.batch, name) is not None:
+                return self.field(name)
+        raise ValueError("needs proximal_entropy (or behavior_entropy); give it to the TokenBatch")
 
     @property
     def lengths(self) -> Tensor:
@@ -150,6 +176,25 @@ def segment_sum(values: Tensor, index: Tensor, count: int) -> Tensor:
     return values.new_zeros(count).index_add(0, index, values)
 
 
+def k_estimate(log_ratio: Tensor, estimator: str) -> Tensor:
+    """Schulman's estimators of a KL divergence from the log-ratio x, clamped to ±20: -x, x²/2, exp(x) - 1 - x."""
+    x = log_ratio.clamp(-CLAMP, CLAMP)
+    if estimator == "k1":
+        return -x
+    return x.square() / 2 if estimator == "k2" else x.expm1() - x
+
+
+def quantile(values: Tensor, q: float) -> Tensor:
+    """The q quantile of [n], linear between neighbours (any n; 0 where there are none)."""
+    if values.numel() == 0:
+        return values.new_zeros(())
+    ordered = values.sort().values
+    place = q * (values.numel() - 1)
+    below = int(place)
+    above = min(below + 1, values.numel() - 1)
+    return torch.lerp(ordered[below], ordered[above], place - below)
+
+
 def binary_kl(p: Tensor, r: Tensor) -> Tensor:
     """D_B(p, r) = p log(p/r) + (1-p) log((1-p)/(1-r)) of two Bernoulli distributions, in nats.
 
@@ -163,13 +208,12 @@ def binary_kl(p: Tensor, r: Tensor) -> Tensor:
 def _valid(batch: TokenBatch, needed: frozenset[str]) -> Tensor:
     # one sum instead of a test per field: NaN and infinities survive every addition
     total = batch.logprob.detach() + batch.behavior_logprob + batch.advantage
-    for name in LOGPROBS:
+    for name in FINITE:
         value = getattr(batch, name)
         if value is not None and name in needed:
-            total = total + value
-    valid = total.isfinite()
-    for name in ENTROPIES:
-        value = getattr(batch, name)
-        if value is not None and name in needed:
-            valid = valid & ~value.detach().isnan()
+            total = total + value.detach()
+    valid = total.abs() < math.inf
+    upper = batch.behavior_entropy_upper
+    if upper is not None and "behavior_entropy_upper" in needed:
+        valid = valid & (upper == upper)  # not NaN; an unknown upper end may be infinite
     return valid

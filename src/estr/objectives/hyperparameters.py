@@ -63,7 +63,12 @@ class Flag(Parameter):
 
 
 def number(
-    default: float | None, low: float = -math.inf, high: float = math.inf, *, open_low: bool = False
+    default: float | None,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    optional: bool = False,
 ) -> Parameter:
     """A number in [low, high], or (low, high] where ``open_low``; None is allowed where it is the default."""
     bounds = []
@@ -72,7 +77,7 @@ def number(
     if high < math.inf:
         bounds.append(f"at most {high:g}")
     words = "a number" + (" " + " and ".join(bounds) if bounds else "")
-    optional = default is None
+    optional = optional or default is None
     return Number(default, words + (" or None" if optional else ""), low, high, open_low, optional)
 
 

@@ -35,14 +35,15 @@ def measure(context: Context, keep: Tensor, loss: Tensor) -> Tensor:
     delta = context.delta("E")
     bounded = delta.clamp(-CLAMP, CLAMP)
     change = bounded.expm1()
+    deviation = change.abs().sum()
     invalid = context.tokens - context.valid.sum()
     counted = (context.tokens - invalid).clamp(min=1)
     total = max(context.tokens, 1)
     zero = delta.new_zeros(())
     values = (
         loss.detach(),
-        (change - bounded).sum() / counted,
-        change.abs().sum() / counted,
+        change.sub_(bounded).sum() / counted,
+        deviation / counted,
         delta.abs().sum() / counted,
         (context.tokens - keep.sum()) / total,
         zero if context.undecided is None else context.undecided.sum() / total,

@@ -96,7 +96,6 @@ class Objective:
             kept_sequences=None if statistics is None else statistics.kept_sequences,
         )
         loss = reduce(self.composition.reduction, context, token_loss, keep, denominator)
-        weight = torch.where(keep, weight, weight.new_zeros(()))
         return Output(loss, token_loss, keep, weight, measures.measure(context, keep, loss))
 
     @torch.no_grad()
@@ -113,7 +112,10 @@ class Objective:
         for name in sorted(self.needs):
             if getattr(batch, name) is None:
                 raise ValueError(f"recipe {self.name!r} needs {name}; give it to the TokenBatch")
-        return Context(batch, self.uses, self.composition.proximal, generator)
+        checked = self.uses
+        if batch.proximal_entropy is not None and "proximal_entropy" in self.uses:
+            checked = checked - ({"behavior_entropy"} - self.needs)  # only the fallback of the former
+        return Context(batch, checked, self.composition.proximal, generator)
 
     @torch.no_grad()
     def _measured(self, context: Context, statistics: Statistics | None) -> tuple[Any, ...]:
@@ -141,7 +143,7 @@ class Objective:
         for part, value in zip(self.composition.weights, measured[offset:], strict=False):
             factor = part(context, value)
             weight = factor if weight is None else weight * factor
-        return torch.ones_like(context.advantage) if weight is None else weight
+        return keep.to(context.dtype) if weight is None else torch.where(keep, weight, weight.new_zeros(()))
 
     def _token_loss(
         self, context: Context, measured: tuple[Any, ...], weight: Tensor, keep: Tensor, frozen: Tensor | None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from estr.objectives.context import Context
+from estr.objectives.context import Context, segment_sum
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,23 @@ def reduce(kind: str, context: Context, token_loss: Tensor, keep: Tensor, denomi
     """The scalar loss.
 
     "token-mean": sum over tokens / tokens. "sequence-mean": mean over sequences of each one's token mean.
-    "sequence-sum": mean over sequences of each one's token sum.
+    "sequence-sum": mean over sequences of each one's token sum. "segment-mean": mean over sequences of the mean over
+    its segments of each one's token mean.
     """
     if kind == "token-mean":
         return token_loss.sum() / denominator.token_total(keep)
     if kind == "sequence-mean":
         counted = context.lengths if denominator.mode == "all" else context.sequence_sum(keep.to(context.dtype))
         token_loss = token_loss / counted.clamp(min=1)[context.sequence]
+    elif kind == "segment-mean":
+        token_loss = token_loss * _segment_share(context, keep, denominator.mode)
     return token_loss.sum() / denominator.sequence_total(context, keep)
+
+
+def _segment_share(context: Context, keep: Tensor, mode: str) -> Tensor:
+    """1 / (tokens of the segment * segments of its sequence) for each token, [N]."""
+    assert context.segment is not None
+    counted = torch.ones_like(context.advantage) if mode == "all" else keep.to(context.dtype)
+    sizes = segment_sum(counted, context.segment, context.segments)
+    present = (sizes > 0).to(context.dtype).view(context.sequences, -1).sum(-1)
+    return 1 / (sizes.clamp(min=1)[context.segment] * present.clamp(min=1)[context.sequence])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from estr.objectives.composition import Recipe
-from estr.objectives.table import clipping, corrections
+from estr.objectives.table import clipping, corrections, entropy, reweighting, verl
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*clipping.RECIPES, *corrections.RECIPES)}
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe for module in (clipping, corrections, reweighting, entropy, verl) for recipe in module.RECIPES
+}

@@ -1,8 +1,12 @@
-"""Hyperparameters that many recipes share."""
+"""Hyperparameters and compositions that many recipes share."""
 
 from __future__ import annotations
 
-from estr.objectives.hyperparameters import Parameter, bound, number
+from types import SimpleNamespace
+
+from estr.objectives import surrogates
+from estr.objectives.composition import Surrogate
+from estr.objectives.hyperparameters import Parameter, bound, choice, number
 
 
 def clip(low: float = 0.2, high: float = 0.2) -> dict[str, Parameter]:
@@ -13,3 +17,13 @@ def clip(low: float = 0.2, high: float = 0.2) -> dict[str, Parameter]:
 def dual_clip(value: float | None) -> dict[str, Parameter]:
     """Dual clip c: the loss of a negative advantage never exceeds -c A; None switches it off."""
     return {"dual_clip": bound(value, 1)}
+
+
+def anchor(default: str, other: str) -> dict[str, Parameter]:
+    """The edge a method with one ratio reads: "U" (against q) or "E" (against μ)."""
+    return {"edge": choice(default, other)}
+
+
+def ppo(edge: str, h: SimpleNamespace) -> Surrogate:
+    """PPO's clip with the recipe's own clip_low, clip_high and dual_clip."""
+    return surrogates.ppo(edge, h.clip_low, h.clip_high, getattr(h, "dual_clip", None))

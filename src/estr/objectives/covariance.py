@@ -1,0 +1,117 @@
+"""Entropy control by the covariance of advantage and log π (Clip-Cov and KL-Cov, arXiv 2505.22617)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from estr.objectives.composition import Gate, Surrogate
+from estr.objectives.context import Context
+
+_MASK = (1 << 63) - 1
+
+
+@dataclass
+class Draw:
+    """Clip-Cov's random choice among the candidates of an optimizer batch: drawn once, on first use.
+
+    Micro-batches that share it agree, because a token's place in the order depends on its content and the salt alone.
+    """
+
+    mean_advantage: Tensor
+    mean_logprob: Tensor
+    candidates: Tensor  # int64 [C] content hashes
+    count: int  # how many of them are to be dropped
+    salt: int | None = None
+    limit: Tensor | None = None
+
+    def chosen(self, context: Context, hashes: Tensor) -> Tensor:
+        """bool [N]: which tokens are among the ``count`` candidates drawn, if they are candidates at all."""
+        if self.count == 0:
+            return torch.zeros_like(context.valid)
+        if self.salt is None or self.limit is None:
+            self.salt = _draw(context.generator)
+            order = _mix(self.candidates ^ self.salt)
+            self.limit = order.kthvalue(self.count).values
+        return _mix(hashes ^ self.salt) <= self.limit
+
+
+def clip_covariance(share: float, low: float, high: float, clip_low: float, clip_high: float) -> Gate:
+    """Drops max(1, share N) random tokens among those with low < covariance < high that PPO does not clip anyway."""
+    if low > high:
+        raise ValueError(f"low ({low:g}) must not exceed high ({high:g})")
+
+    def candidates(context: Context, means: tuple[Tensor, Tensor]) -> Tensor:
+        value, A, ratio = covariance(context, *means), context.advantage, context.ratio("U")
+        clipped = ((A > 0) & (ratio > 1 + clip_high)) | ((A < 0) & (ratio < 1 - clip_low))
+        return (value > low) & (value < high) & ~clipped & context.valid
+
+    def measure(context: Context) -> Draw:
+        means = _means(context)
+        chosen = candidates(context, means)
+        hashes = _content(context)[chosen]
+        wanted = max(1, int(share * int(context.valid.sum())))
+        return Draw(*means, hashes, min(wanted, hashes.numel()))
+
+    def apply(context: Context, draw: Draw) -> Tensor:
+        dropped = candidates(context, (draw.mean_advantage, draw.mean_logprob))
+        return ~(dropped & draw.chosen(context, _content(context)))
+
+    return Gate("not drawn among high covariance", "U", "token", apply, measure=measure)
+
+
+def kl_covariance(ratio: float, coef: float) -> Surrogate:
+    """-A r + coef |log r| on the max(1, ratio N) tokens of largest covariance; no clip.
+
+    Tokens that tie at the threshold share what is left of the count between them.
+    """
+
+    def measure(context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        means = _means(context)
+        values = covariance(context, *means)[context.valid]
+        if values.numel() == 0:
+            return *means, values.new_tensor(torch.inf), values.new_zeros(())
+        count = max(1, int(ratio * values.numel()))
+        threshold = values.kthvalue(values.numel() - count + 1).values
+        above, ties = (values > threshold).sum(), (values == threshold).sum()
+        return *means, threshold, (count - above) / ties
+
+    def apply(context: Context, measured: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        mean_advantage, mean_logprob, threshold, share = measured
+        with torch.no_grad():
+            value = covariance(context, mean_advantage, mean_logprob)
+            chosen = (value > threshold).to(context.dtype) + share * (value == threshold)
+        delta = context.delta("U")
+        return -context.advantage * context.ratio("U") + coef * chosen * delta.abs()
+
+    return Surrogate("ratio, penalty on high covariance", "U", "token", apply, measure=measure)
+
+
+def covariance(context: Context, mean_advantage: Tensor, mean_logprob: Tensor) -> Tensor:
+    """(A - mean A)(log π - mean log π) [N], not divided by N."""
+    return (context.advantage - mean_advantage) * (context.log_pi.detach() - mean_logprob)
+
+
+def _means(context: Context) -> tuple[Tensor, Tensor]:
+    return context.valid_mean(context.advantage), context.valid_mean(context.log_pi)
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(_MASK, (1,), generator=generator, device=device).item())
+
+
+def _content(context: Context) -> Tensor:
+    """int64 [N]: a hash of log μ, advantage and position in the sequence, the same in every split of a batch."""
+    bits = _mix(context.log_mu.to(torch.float64).view(torch.int64))
+    bits = _mix(bits ^ context.advantage.to(torch.float64).view(torch.int64))
+    return _mix(bits ^ context.position)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finalizer of splitmix64 on int64, which wraps around; the result is not negative."""
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ ((x >> shift) & (_MASK >> (shift - 1)))) * factor
+    return (x ^ ((x >> 31) & (_MASK >> 30))) & _MASK

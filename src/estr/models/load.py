@@ -101,7 +101,7 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
 def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
     """Write a Hugging Face model directory: weights (adapters merged) as safetensors, configuration, tokenizer."""
     base: Any = model.get_base_model() if is_lora(model) else model  # type: ignore[operator]
-    with _without_bars():
+    with without_bars():
         base.save_pretrained(directory, state_dict=merged_state(model) if is_lora(model) else None)
     tokenizer.save_pretrained(directory)
 
@@ -218,7 +218,7 @@ def _check_architecture(directory: Path, config: Any) -> None:
 def _load_weights(directory: Path, config: Any, dtype: str | torch.dtype, trust_remote_code: bool) -> Any:
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     try:
-        with _without_bars():
+        with without_bars():
             model, report = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
@@ -252,7 +252,7 @@ def _is_adapter(directory: Path) -> bool:
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
     """Without the library's own progress bars, which say nothing at these sizes."""
     shown = logging_of_library.is_progress_bar_enabled()
     logging_of_library.disable_progress_bar()

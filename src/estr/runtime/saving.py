@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from estr.config import Config
-from estr.models.load import is_lora, merged_state
+from estr.models.load import is_lora, merged_state, without_bars
 from estr.runtime.pools import InlinePool, Pool
 from estr.runtime.position import window_tensors
 from estr.storage.checkpoints import checkpoint_steps, mark_best, retain_checkpoints, save_checkpoint
@@ -56,7 +56,6 @@ class _Saveable:
         self._model = model
 
     def save_pretrained(self, directory: Path) -> None:
-        if is_lora(self._model):
-            self._model.get_base_model().save_pretrained(directory, state_dict=merged_state(self._model))
-        else:
-            self._model.save_pretrained(directory)
+        base = self._model.get_base_model() if is_lora(self._model) else self._model
+        with without_bars():
+            base.save_pretrained(directory, state_dict=merged_state(self._model) if is_lora(self._model) else None)

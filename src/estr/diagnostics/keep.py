@@ -13,7 +13,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
     "estr": {"tau": 1.0, "eps": 0.01},
     "icepop": {"low": 0.5, "high": 5.0},
     "kpop": {"phi": 2.0},
-    "grpo": {"clip_low": 0.2, "clip_high": 0.28},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2},
 }
 """Gates this module knows and the hyperparameters they read, with the recipes' defaults."""
 
@@ -47,7 +47,7 @@ def kpop_keep(logprob: ArrayLike, behavior_logprob: ArrayLike, phi: float = 2.0)
 
 
 def ppo_keep(
-    delta: ArrayLike, advantage: ArrayLike | None = None, clip_low: float = 0.2, clip_high: float = 0.28
+    delta: ArrayLike, advantage: ArrayLike | None = None, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Mask:
     """PPO clip: keep where the clip leaves a gradient.
 

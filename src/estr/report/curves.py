@@ -11,8 +11,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from estr.report.data import Floats, Run
 from estr.report.panel import Entry, Panel, drawn, empty
-from estr.report.series import finite_points, number, percent, smooth, smoothing_window, thin
-from estr.report.svg import SERIES, THEMED, Ink, log_axis, new_figure, style_axes
+from estr.report.series import finite_points, number, percent, score, smooth, smoothing_window, thin
+from estr.report.svg import SERIES, THEMED, Ink, even_ticks, log_axis, new_figure, style_axes
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Chart:
     guide: str  # the sentence that says what to see
     scale: str = "linear"  # "linear" | "log" | "share"
     say: Callable[[float | None], str] = number
+    smoothed: bool = True
 
 
 CHARTS: dict[str, tuple[Chart, ...]] = {
@@ -92,6 +93,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
             "per optimizer step",
             (Curve("learner/learning_rate", "learning rate"),),
             "The schedule as it was applied",
+            smoothed=False,
         ),
     ),
     "speed": (
@@ -168,15 +170,15 @@ def reward_sentence(run: Run) -> str:
     if len(values):
         best = int(np.argmax(values))
         return (
-            f"Held-out reward goes from {number(float(values[0]))} to {number(float(values[-1]))}; "
-            f"its best is {number(float(values[best]))} at step {number(float(steps[best]))}."
+            f"Held-out reward goes from {score(float(values[0]))} to {score(float(values[-1]))}; "
+            f"its best is {score(float(values[best]))} at step {number(float(steps[best]))}."
         )
     _, train = finite_points(run.metrics["step"], run.metrics["reward/mean"])
     if not len(train):
         return ""
     tail = max(1, len(train) // 10)
     return (
-        f"Training reward goes from {number(float(train[:tail].mean()))} to {number(float(train[-tail:].mean()))} "
+        f"Training reward goes from {score(float(train[:tail].mean()))} to {score(float(train[-tail:].mean()))} "
         "(means of the first and last tenth); there was no held-out evaluation."
     )
 
@@ -224,7 +226,7 @@ def _draw_held_out(axes: Axes, x: Floats, y: Floats, color: str) -> bool:
 
 
 def _single_run(chart: Chart, run: Run, ink: Ink) -> Panel:
-    curves = [curve for curve in chart.curves if run.metrics.has(curve.key)]
+    curves = _present(chart, [run])
     if not curves:
         return empty(chart.name, chart.title, _absent(chart))
     figure = new_figure()
@@ -262,9 +264,9 @@ def _draw(axes: Axes, chart: Chart, run: Run, key: str, color: str, raw: bool) -
     if len(x) == 1:
         axes.plot(x, y, "o", color=color, markersize=4)
         return
-    if raw and len(x) > 24:
+    if raw and chart.smoothed and len(x) > 24:
         axes.plot(*thin(x, y), color=color, linewidth=0.8, alpha=0.3)
-    line = smooth(np.log(y) if chart.scale == "log" else y, smoothing_window(len(y)))
+    line = smooth(np.log(y) if chart.scale == "log" else y, smoothing_window(len(y)) if chart.smoothed else 1)
     axes.plot(*thin(x, np.exp(line) if chart.scale == "log" else line), color=color, linewidth=1.6)
 
 
@@ -277,12 +279,12 @@ def _limits(axes: Axes, chart: Chart) -> None:
         if spread > 3:
             log_axis(axes, "y", np.log10(spread))
             return
+    even_ticks(axes)
     if chart.scale == "share":
         axes.set_ylim(0, min(1.02, max(high, 0.01)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
     else:
         axes.set_ylim(bottom=min(0.0, low))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
 
 
 def _step_ticks(axes: Axes) -> None:
@@ -304,7 +306,10 @@ def _absent(chart: Chart) -> str:
 
 
 def _present(chart: Chart, runs: Sequence[Run]) -> list[Curve]:
-    return [curve for curve in chart.curves if any(run.metrics.has(curve.key) for run in runs)]
+    """Curves with values; tokens without a verdict only where there ever were some."""
+    found = [curve for curve in chart.curves if any(run.metrics.has(curve.key) for run in runs)]
+    undecided = any((run.metrics["gate/undecided_fraction"] > 0).any() for run in runs)
+    return [curve for curve in found if undecided or curve.key != "gate/undecided_fraction"]
 
 
 def _run_legend(runs: Sequence[Run]) -> list[Entry]:

@@ -17,7 +17,7 @@ from estr.errors import UsageError
 from estr.report.rollouts import Rollouts, read_rollout_tokens
 
 Floats = NDArray[np.float64]
-KINDS = ("generate", "train", "publish", "wait", "idle", "evaluate", "checkpoint")
+KINDS = ("generate", "train", "publish", "sync", "evaluate", "checkpoint", "other", "wait", "idle")
 EPOCH_SECONDS = 1e8  # a wall time beyond this is a date, not a duration
 
 
@@ -148,7 +148,7 @@ def read_timeline(path: Path, notes: list[str]) -> Timeline:
     rows = [row for row in read_json_lines(path, notes) if _is_span(row)]
     return Timeline(
         actor=np.array([str(row["actor"]) for row in rows], dtype=np.str_),
-        kind=np.array([str(row["kind"]) for row in rows], dtype=np.str_),
+        kind=np.array([row["kind"] if row["kind"] in KINDS else "other" for row in rows], dtype=np.str_),
         start=np.array([float(row["start"]) for row in rows]),
         end=np.array([float(row["end"]) for row in rows]),
         version=np.array([_float(row.get("version")) for row in rows]),

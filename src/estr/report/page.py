@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +14,6 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from estr.diagnostics import DEFAULTS
-from estr.errors import RunError
 from estr.report.curves import curve_panels, reward_panels
 from estr.report.data import Run, read_runs
 from estr.report.panel import Section
@@ -26,6 +24,7 @@ from estr.report.summary import finished, metric_table, summary
 from estr.report.svg import DARK, FONT, LIGHT, SERIES, css_variables
 from estr.report.timeline import timeline_panels
 from estr.report.verdict import GATE_NAMES, gate_settings, own_gate
+from estr.storage.files import disk_errors, write_atomic
 
 TOKEN_BUDGET = 3_000_000  # stored tokens read for one page; beyond it an even choice of row groups
 
@@ -35,14 +34,9 @@ def build_page(paths: Sequence[Path], output: Path) -> Path:
     runs = read_runs([Path(path) for path in paths], TOKEN_BUDGET)
     html = render(runs)
     output = Path(output)
-    aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
+    with disk_errors("write the report", output):
         output.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(html, encoding="utf-8", errors="replace")
-        os.replace(aside, output)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise RunError(f"the report {output} could not be written: {error.strerror or error}") from error
+        write_atomic(output, html.encode("utf-8", errors="replace"))
     return output
 
 

@@ -76,7 +76,7 @@ def _panel(run: Run, index: int, suffix: str, ink: Ink) -> Panel:
     if not len(cloud.delta):
         return empty(name, title, _why_empty(run, cloud))
     fit = fit_power_law(cloud.delta, cloud.entropy)
-    figure: Figure = new_figure(560, 380)
+    figure: Figure = new_figure(470, 350)
     draw_scatter(figure.add_subplot(), run, _subsample(cloud), fit, ink)
     return drawn(name, title, _sentence(cloud, fit), figure, _legend(run, fit), wide=True, table=_table(run))
 
@@ -130,7 +130,7 @@ def _thresholds(axes: Axes, run: Run, high_h: float, ink: Ink) -> None:
 def _legend(run: Run, fit: PowerLawFit | None) -> list[Entry]:
     estr, clip, band = (gate_settings(run, name) for name in ("estr", "grpo", "icepop"))
     entries = [
-        Entry("s1", "tokens (darker: more, log scale)", "bar"),
+        Entry("s1", "tokens (stronger color: more, log scale)", "bar"),
         Entry("s2", f"ESTR |δ| = √(τ(H+ε)), τ {number(estr['tau'])}, ε {number(estr['eps'])}"),
         Entry("s3", f"PPO clip |log(1−{clip['clip_low']:g})|, log(1+{clip['clip_high']:g})", "dashed"),
         Entry("s4", f"IcePop |log {band['low']:g}|, log {band['high']:g}", "dotted"),

@@ -7,6 +7,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from estr.report.svg import superscript
+
 Floats = NDArray[np.float64]
 
 
@@ -51,8 +53,13 @@ def number(value: float | None, digits: int = 3) -> str:
         return f"{value:,.0f}"
     if abs(value) < 1e-3:
         mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa}·10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        return f"{mantissa}·10{superscript(int(exponent))}"
     return f"{value:.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def score(value: float | None) -> str:
+    """A reward with three decimals, or an en dash."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
 
 
 def percent(value: float | None) -> str:

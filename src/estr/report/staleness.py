@@ -11,7 +11,7 @@ from estr.diagnostics import Staleness, integer_histogram, multi_version_share, 
 from estr.report.data import Floats, Run
 from estr.report.panel import Entry, Panel, drawn, empty
 from estr.report.series import number, percent
-from estr.report.svg import SERIES, THEMED, Ink, new_figure, style_axes
+from estr.report.svg import SERIES, THEMED, Ink, even_ticks, new_figure, style_axes
 
 WIDEST = 32  # the last bar collects what is staler
 
@@ -43,7 +43,7 @@ def staleness_panels(runs: Sequence[Run], ink: Ink = THEMED) -> list[Panel]:
             "Δ intra = last − first version (optimizer steps)",
             runs,
             [table.intra[which] for table, which in zip(tables, trained, strict=True)],
-            "Everything right of 0 was sampled across at least one weight update that arrived in flight",
+            "Everything right of 0 was sampled across a weight update that arrived in flight",
             ink,
         ),
         _histogram(
@@ -52,7 +52,7 @@ def staleness_panels(runs: Sequence[Run], ink: Ink = THEMED) -> list[Panel]:
             "Δ inter = version trained − last version (optimizer steps)",
             runs,
             [table.inter[which] for table, which in zip(tables, trained, strict=True)],
-            "How many updates happened between a trajectory's last token and its training",
+            "Everything right of 0 waited while the learner took further steps",
             ink,
         ),
     ]
@@ -71,8 +71,8 @@ def _histogram(
         counts = integer_histogram(np.minimum(value, WIDEST))
         x = np.array(list(counts), float) - 0.41 + width * (index + 0.5)
         axes.bar(x, np.array(list(counts.values())) / max(len(value), 1), width * 0.96, color=ink.series(index))
+    even_ticks(axes)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"≥ {WIDEST}" if x == WIDEST else f"{x:.0f}"))
     low, high = axes.get_xlim()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from estr.report.data import Run
-from estr.report.series import duration, finite_points, number, percent
+from estr.report.series import duration, finite_points, number, percent, score
 from estr.report.staleness import late_multi_version_share
 
 
@@ -30,9 +30,9 @@ def summary(runs: Sequence[Run]) -> list[Fact]:
         Fact("mode", [_mode(run) for run in runs]),
         Fact("seed", [_plain(run.setting("run", "seed")) for run in runs]),
         Fact("optimizer steps", [_steps(run) for run in runs]),
-        Fact("held-out reward, final", [number(_held_out(run)[-1]) if _held_out(run) else "–" for run in runs]),
+        Fact("held-out reward, final", [score(run.metrics.last("eval/reward")) for run in runs]),
         Fact("held-out reward, best", [_best(run) for run in runs]),
-        Fact("training reward, last tenth", [number(_recent_reward(run)) for run in runs]),
+        Fact("training reward, last tenth", [score(_recent_reward(run)) for run in runs]),
         Fact("tokens trained", [number(run.metrics.total("tokens/action")) for run in runs], "action tokens"),
         Fact("tokens dropped", [_dropped(run) for run in runs], "by the recipe's gate"),
         Fact(
@@ -91,17 +91,12 @@ def _steps(run: Run) -> str:
     return f"{taken:,} of {planned:,} (unfinished)" if finished(run) is False else f"{taken:,}"
 
 
-def _held_out(run: Run) -> list[float]:
-    values = run.metrics["eval/reward"]
-    return values[np.isfinite(values)].tolist()
-
-
 def _best(run: Run) -> str:
     steps, values = finite_points(run.metrics["step"], run.metrics["eval/reward"])
     if not len(values):
         return "no evaluation"
     best = int(np.argmax(values))
-    return f"{number(float(values[best]))} at step {number(float(steps[best]))}"
+    return f"{score(float(values[best]))} at step {number(float(steps[best]))}"
 
 
 def _recent_reward(run: Run) -> float | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 LIGHT: dict[str, str] = {
     "paper": "#fdfcf9",
@@ -79,7 +79,7 @@ class Ink:
 THEMED = Ink(SENTINELS)
 
 
-def new_figure(width: float = 420, height: float = 236) -> Figure:
+def new_figure(width: float = 376, height: float = 224) -> Figure:
     """An empty figure of ``width`` × ``height`` SVG units (points)."""
     with matplotlib.rc_context(RC):
         return Figure(figsize=(width / 72, height / 72), layout="constrained", facecolor="none")
@@ -109,6 +109,24 @@ def log_axis(axes: Axes, which: str, decades: float = 9.0) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def even_ticks(axes: Axes) -> None:
+    """At most five round y ticks without leading zeros of small numbers: 0.2, 2·10⁻⁴."""
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
+
+
+def tick_label(value: float) -> str:
+    """A tick's number, as short as it can be."""
+    if value == 0 or abs(value) >= 1e-3:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}·10{superscript(int(exponent))}"
+
+
+def superscript(exponent: int) -> str:
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
 def power_label(value: float) -> str:
     """0.001 ≤ value ≤ 1000 as it is, other powers of ten with an exponent."""
     if value <= 0:
@@ -116,7 +134,7 @@ def power_label(value: float) -> str:
     if 1e-3 <= value <= 1e3:
         return f"{value:g}"
     mantissa, exponent = f"{value:.0e}".split("e")
-    power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    power = "10" + superscript(int(exponent))
     return power if mantissa == "1" else f"{mantissa}·{power}"
 
 

@@ -18,18 +18,22 @@ COLORS = {
     "generate": "s1",
     "train": "s2",
     "publish": "s5",
+    "sync": "s5",
     "evaluate": "s3",
     "checkpoint": "s6",
     "wait": "quiet",
     "idle": "quiet",
+    "other": "s8",
 }
 WORDS = {
     "generate": "engine generates",
     "train": "learner trains",
     "publish": "weights published",
+    "sync": "weights taken in",
     "evaluate": "evaluation",
     "checkpoint": "checkpoint",
     "wait": "waiting or idle",
+    "other": "other",
 }
 LANE = 0.78
 BINS = 240
@@ -132,7 +136,7 @@ def _run_panels(run: Run, index: int, suffix: str, ink: Ink) -> list[Panel]:
         drawn(
             f"timeline-window-{index}",
             f"{duration(high - low)} from the middle{suffix}",
-            f"{_overlap_sentence(timeline)} Numbers in the learner's bars are the version it makes.",
+            f"{_overlap_sentence(timeline)} Numbers are versions of the weights.",
             window,
             legend,
             wide=True,
@@ -154,9 +158,7 @@ def _overlap_sentence(timeline: Timeline) -> str:
         return "Lanes under each other show who works at the same time."
     if share < 0.02:
         return "Engines and learner take turns: nothing was generated while the learner trained."
-    return (
-        f"Engines went on generating during {percent(share)} of the learner's training time; red lines are new weights."
-    )
+    return f"Engines generated during {percent(share)} of the learner's training time; red lines are new weights."
 
 
 def _figure(timeline: Timeline) -> Figure:
@@ -164,9 +166,9 @@ def _figure(timeline: Timeline) -> Figure:
 
 
 def _legend(timeline: Timeline) -> list[Entry]:
-    kinds = set(timeline.kind.tolist())
-    if "idle" in kinds:
-        kinds.add("wait")
+    kinds = {"wait" if kind == "idle" else kind for kind in timeline.kind.tolist()}
+    if "publish" in kinds:
+        kinds.discard("sync")
     return [Entry(COLORS[kind], words, "bar") for kind, words in WORDS.items() if kind in kinds]
 
 
@@ -179,7 +181,7 @@ def _lanes(axes: Axes, actors: Sequence[str], ink: Ink, limits: tuple[float, flo
         label.set_parse_math(False)
     axes.set_ylim(-0.55, len(actors) - 0.45)
     axes.set_xlim(*limits)
-    axes.xaxis.set_major_locator(MaxNLocator(8))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from estr.config import Config
 from estr.environments.base import Problem, Task
 from estr.errors import RunError
 from estr.runtime.accounting import Accounting
+from estr.runtime.journal import Backlog
 from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Job, Synced, VersionWindow
 from estr.runtime.pools import Pool
 from estr.schedule import Group, Schedule, Ticket, Waiting
@@ -22,11 +24,15 @@ _POLL = 0.25
 class Journal(Protocol):
     """Where each transition is made durable before anyone acts on it."""
 
+    def batch(self) -> AbstractContextManager[None]: ...
+
     def issued(self, ticket: Ticket, problem: Problem, version: int) -> None: ...
 
     def finished(self, trajectory: Trajectory) -> None: ...
 
-    def dropped(self, trajectories: Sequence[Trajectory], group: int, reason: str) -> None: ...
+    def failed(self, ticket: Ticket, reason: str) -> None: ...
+
+    def dropped(self, group: int, reason: str) -> None: ...
 
 
 class Collector:
@@ -56,30 +62,49 @@ class Collector:
         self._problems: dict[int, Problem] = {}
         self._places: dict[int, int] = {}
         self._free_places: list[int] = []
+        self._backlog: list[tuple[int, dict[int, int]]] = []
         self._version = 0
-        self._last_failure = ""
         self.canary_error = float("nan")
 
     # ------------------------------------------------------------------ supply
 
     def fill(self, version: int) -> None:
-        """Admit what the schedule allows at ``version`` and issue it."""
+        """Admit what the schedule allows at ``version`` and issue it; what a resumed run left behind goes first."""
         self._version = version
         for _ in range(self._schedule.admissible(version)):
-            self.issue(self._schedule.admit(version), version)
+            if self._backlog:
+                number, attempts = self._backlog.pop(0)
+                self._issue(self._schedule.readmit(number, version, attempts))
+            else:
+                self._issue(self._schedule.admit(version))
 
-    def issue(self, tickets: Sequence[Ticket], version: int) -> None:
-        """Issue the trajectories of one group that was admitted at ``version``."""
+    def take_up(self, backlog: Backlog, version: int) -> None:
+        """Go on with what an earlier process of this run had issued."""
         self._version = version
+        for number, finished in sorted(backlog.partial.items()):
+            first = min(int(t.action_versions[0]) if t.action_count else version for t in finished)
+            tickets = self._schedule.readmit(number, first, backlog.attempts[number])
+            done = {trajectory.sibling for trajectory in finished}
+            for trajectory in finished:
+                self._schedule.finish(trajectory)
+            self._places[number] = len(self._places)
+            self._issue([ticket for ticket in tickets if ticket.sibling not in done])
+        self._backlog = [(number, backlog.attempts[number]) for number in backlog.unstarted]
+
+    def _issue(self, tickets: Sequence[Ticket]) -> None:
+        """Issue trajectories of one admitted group."""
+        if not tickets:
+            return
         number = tickets[0].group
         try:
             self._problems[number] = self._task.train_problem(number)
         except Exception as error:
-            raise RunError(
-                f"the task raised {type(error).__name__} when asked for problem {number}: {error}"
-            ) from error
-        self._places[number] = self._free_places.pop(0) if self._free_places else len(self._places)
-        self._pool.submit([self._job(ticket) for ticket in tickets])
+            raise RunError(f"the task raised {type(error).__name__} for problem {number}: {error}") from error
+        if number not in self._places:
+            self._places[number] = self._free_places.pop(0) if self._free_places else len(self._places)
+        with self._journal.batch():
+            jobs = [self._job(ticket) for ticket in tickets]
+        self._pool.submit(jobs)
 
     def _job(self, ticket: Ticket) -> Job:
         problem = self._problems[ticket.group]
@@ -145,15 +170,17 @@ class Collector:
     def _absorb(self, events: Sequence[Event]) -> bool:
         """File events; whether any of them is progress."""
         progress = False
+        with self._journal.batch():
+            for event in events:
+                if isinstance(event, Finished) and self._schedule.expects(event.trajectory):
+                    self._journal.finished(event.trajectory)
         for event in events:
             progress |= self._file(event)
         return progress
 
     def _file(self, event: Event) -> bool:
         if isinstance(event, Finished):
-            if self._schedule.expects(event.trajectory):
-                self._journal.finished(event.trajectory)
-                self._schedule.finish(event.trajectory)
+            self._schedule.finish(event.trajectory)
         elif isinstance(event, Failed):
             self._failed(event)
         elif isinstance(event, Synced):
@@ -168,15 +195,17 @@ class Collector:
     def _failed(self, event: Failed) -> None:
         job = event.job
         outcome = self._schedule.fail(job.group, job.sibling, final=event.final)
+        if outcome is None:
+            return
+        self._journal.failed(Ticket(job.group, job.sibling, job.attempt), event.reason)
         if isinstance(outcome, Ticket):
             self._pool.submit([self._job(outcome)])
-        elif isinstance(outcome, Group):
+        else:
             self._drop(outcome, event.reason)
 
     def _drop(self, group: Group, reason: str) -> None:
-        self._last_failure = reason
         self._pool.cancel_group(group.number)
-        self._journal.dropped(group.trajectories, group.number, reason)
+        self._journal.dropped(group.number, f"a sibling failed: {reason}")
         self._free_places.append(self._places.pop(group.number))
         self._problems.pop(group.number, None)
         self._notice(f"group {group.number} was dropped: {reason}")

@@ -1,53 +1,135 @@
-"""Each trajectory's transitions, written down: issued, finished, trained, dropped."""
+"""Each trajectory's transitions, written down before anyone acts on them: ledger first, rollouts/ when settled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 from estr.config import Config
 from estr.environments.base import Problem
 from estr.schedule import Group, Ticket
+from estr.storage.ledger import Ledger
 from estr.storage.rollout_files import RolloutWriter
 from estr.storage.rollouts import Row, Settlement, rows_from
-from estr.trajectory import Trajectory
+from estr.trajectory import Trajectory, derive_seed
+
+
+@dataclass
+class Backlog:
+    """What a resumed run has to take up again.
+
+    ``partial``: groups with at least one finished trajectory, which keep their deadlines; ``unstarted``: groups of
+    which nothing finished, to be issued again, under their old numbers, when there is room.
+    """
+
+    partial: dict[int, list[Trajectory]] = field(default_factory=dict)
+    unstarted: list[int] = field(default_factory=list)
+    attempts: dict[int, dict[int, int]] = field(default_factory=dict)
 
 
 class RunJournal:
-    """Files settled trajectories in rollouts/ and counts what was dropped."""
+    """The run's ledger, and the rows of settled trajectories in rollouts/."""
 
-    def __init__(self, config: Config, rollouts: RolloutWriter) -> None:
-        self._config, self._rollouts = config, rollouts
+    def __init__(self, config: Config, ledger: Ledger, rollouts: RolloutWriter, step: int = 0) -> None:
+        self._config, self._ledger, self._rollouts, self._step = config, ledger, rollouts, step
         self._dropped: list[Row] = []
         self.dropped_groups = 0
 
+    def batch(self) -> AbstractContextManager[None]:
+        """One durable transaction for several transitions."""
+        return self._ledger.batch()
+
     def issued(self, ticket: Ticket, problem: Problem, version: int) -> None:
-        """A trajectory was given to an engine."""
+        """A trajectory is about to be given to an engine."""
+        self._ledger.issue(
+            ticket.group,
+            ticket.sibling,
+            ticket.attempt,
+            seed=derive_seed(self._config.run.seed, ticket.group, ticket.sibling, ticket.attempt),
+            group_size=self._config.rollout.group_size,
+            task_id=problem.task_id,
+            prompt=problem.prompt,
+            group_key=problem.task_id,
+            version=version,
+        )
 
     def finished(self, trajectory: Trajectory) -> None:
         """A trajectory came back whole."""
+        self._ledger.finish(trajectory)
 
-    def dropped(self, trajectories: Sequence[Trajectory], group: int, reason: str) -> None:
-        """A group is given up; what it had finished is kept for people to read, with the reason."""
+    def failed(self, ticket: Ticket, reason: str) -> None:
+        """One attempt failed and its trajectory will be tried again or given up."""
+        name = Trajectory(ticket.group, ticket.sibling, ticket.attempt, "", "", 0).trajectory_id
+        self._ledger.drop(name, reason, self._step + 1)
+        self._keep([self._ledger.load(name)], reason)
+
+    def dropped(self, group: int, reason: str) -> None:
+        """A group is given up; what there is of it is kept for people to read, with the reason."""
         self.dropped_groups += 1
-        for trajectory in trajectories:
-            self._dropped += self._rows(trajectory, Settlement("dropped", drop_reason=reason))
+        self._keep(self._ledger.drop_group(group, reason, self._step + 1), reason)
 
     def trained(self, settled: Sequence[tuple[Trajectory, Settlement]], step: int) -> None:
-        """Trajectories were trained by optimizer step ``step`` (and dropped ones waited to be filed)."""
+        """Trajectories were used up by optimizer step ``step``: trained, or dropped because it was skipped."""
+        with self.batch():
+            self._ledger.settle((t.trajectory_id for t, s in settled if s.state == "trained"), step)
+            for trajectory, settlement in settled:
+                if settlement.drop_reason is not None:
+                    self._ledger.drop(trajectory.trajectory_id, settlement.drop_reason, step)
+        self._step = step
         rows = [row for trajectory, settlement in settled for row in self._rows(trajectory, settlement)]
+        rows, self._dropped = rows + self._dropped, []
         self._write(step, rows)
 
     def unfinished(self, groups: Sequence[Group], step: int) -> None:
         """The run ends: what had finished and was not trained."""
         finished = [trajectory for group in groups for trajectory in group.trajectories]
         rows = [row for trajectory in finished for row in self._rows(trajectory, Settlement("finished"))]
-        self._write(step, rows)
+        self._write(step, self._dropped + rows)
         self._rollouts.flush()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def position(self) -> dict[str, int]:
+        """Where the ledger stands, for a checkpoint."""
+        self._rollouts.flush()
+        return self._ledger.position()
+
+    def commit(self, step: int, *, prune_through: int) -> None:
+        """The checkpoint of ``step`` is whole; nothing settled up to ``prune_through`` can be asked for again."""
+        self._ledger.commit(step, prune_through=prune_through)
+
+    def rewind(self, step: int, position: dict[str, int] | None, *, redo_from: int | None) -> Backlog:
+        """Go back to the checkpoint of ``step`` (0: the start).
+
+        ``redo_from``: forget groups from this number on, so that they are issued anew (lockstep redoes whole cohorts).
+        """
+        rewind = self._ledger.rewind_to(step, position)
+        for dropped in rewind.dropped:
+            self._keep([dropped.trajectory], dropped.reason)
+        if redo_from is not None:
+            self._ledger.forget_groups(redo_from)
+            self._dropped = [row for row in self._dropped if int(row["group_id"]) < redo_from]
+        return self._backlog()
+
+    def _backlog(self) -> Backlog:
+        backlog = Backlog()
+        for trajectory in self._ledger.finished():
+            backlog.partial.setdefault(trajectory.group, []).append(trajectory)
+        waiting = {issued.group for issued in self._ledger.in_flight()}
+        backlog.unstarted = sorted(waiting - set(backlog.partial))
+        backlog.attempts = {number: self._ledger.attempts(number) for number in [*backlog.partial, *backlog.unstarted]}
+        return backlog
+
+    # ------------------------------------------------------------------ rows
+
+    def _keep(self, trajectories: Sequence[Trajectory], reason: str) -> None:
+        for trajectory in trajectories:
+            self._dropped += self._rows(trajectory, Settlement("dropped", drop_reason=reason))
 
     def _rows(self, trajectory: Trajectory, settlement: Settlement) -> list[Row]:
         return rows_from(trajectory, settlement, self._config.rollout)
 
     def _write(self, step: int, rows: list[Row]) -> None:
-        rows, self._dropped = rows + self._dropped, []
         if rows:
             self._rollouts.write(step, rows)

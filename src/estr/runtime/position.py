@@ -20,7 +20,7 @@ class Position:
     elapsed: float = 0.0
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     next_group: int = 0
-    outstanding: list[int] = field(default_factory=list)  # groups that were issued and not trained
+    ledger: dict[str, int] | None = None
     dropped_groups: int = 0
     learner: dict[str, Any] | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Position:
             elapsed=float(state["elapsed"]),
             evaluations=[(int(step), float(reward)) for step, reward in state["evaluations"]],
             next_group=int(state["next_group"]),
-            outstanding=[int(number) for number in state["outstanding"]],
+            ledger=state["ledger"],
             dropped_groups=int(state["dropped_groups"]),
             learner=state["learner"],
             tensors=checkpoint.tensors(),

@@ -31,8 +31,8 @@ class CheckpointStore:
             "version": parts.learner.version,
             "elapsed": parts.accounting.elapsed,
             "evaluations": evaluations,
-            "next_group": parts.schedule.next_group,
-            "outstanding": [group.number for group in parts.schedule.outstanding],
+            "next_group": self._next_group(parts),
+            "ledger": parts.journal.position(),
             "dropped_groups": parts.journal.dropped_groups,
             "learner": parts.learner.state(),
         }
@@ -43,7 +43,15 @@ class CheckpointStore:
         model = _Saveable(parts.loaded.model)
         path = save_checkpoint(self._directory, step, model, parts.loaded.tokenizer, tensors, state, kind)
         retain_checkpoints(self._directory, self._config.run.keep_checkpoints)
+        newest = sorted(checkpoint_steps(self._directory))[-self._config.run.keep_checkpoints :]
+        parts.journal.commit(step, prune_through=newest[0])
         return path
+
+    def _next_group(self, parts: Parts) -> int:
+        """Where a resume goes on; lockstep redoes the whole cohort that was on its way."""
+        outstanding = [group.number for group in parts.schedule.outstanding]
+        lockstep = self._config.schedule.mode == "lockstep"
+        return min(outstanding) if lockstep and outstanding else parts.schedule.next_group
 
     def mark_best(self, step: int, reward: float) -> None:
         mark_best(self._directory, step, reward)

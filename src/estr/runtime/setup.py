@@ -32,6 +32,7 @@ from estr.runtime.saving import CheckpointStore
 from estr.runtime.trackers import Tracker, make_trackers
 from estr.schedule import Schedule, ScheduleRules
 from estr.storage.checkpoints import Checkpoint
+from estr.storage.ledger import Ledger
 from estr.storage.metrics import JsonLinesWriter, MetricsWriter, TimelineWriter
 from estr.storage.rollout_files import RolloutWriter
 from estr.storage.run_directory import RunDirectory
@@ -147,14 +148,14 @@ def prepared(
         rollouts, log = RolloutWriter(directory, background=True), EvaluationLog(directory)
         for writer in (metrics, timeline, rollouts, log):
             stack.callback(writer.close)
-        if checkpoint is not None:
-            for writer in (metrics, timeline, rollouts, log):
-                writer.withdraw_after(position.step)
+            writer.withdraw_after(position.step)
         accounting = Accounting(timeline, engine_count(config), offset=position.elapsed)
         reporter.phase("starting the engines")
         pool = _make_pool(config, task, loaded, path, position, directory.spool)
         stack.callback(pool.close)
-        journal = RunJournal(config, rollouts)
+        ledger = Ledger(directory)
+        stack.callback(ledger.close)
+        journal = RunJournal(config, ledger, rollouts, position.step)
         journal.dropped_groups = position.dropped_groups
         schedule = _make_schedule(config, position)
         collector = Collector(
@@ -168,7 +169,9 @@ def prepared(
             minibatch_of=_minibatches(config).__getitem__,
             check=interrupts.check,
         )
-        _issue_again(collector, schedule, position, learner.version)
+        redo_from = position.next_group if config.schedule.mode == "lockstep" else None
+        schedule.next_group = max(ledger.next_group, position.next_group) if redo_from is None else redo_from
+        collector.take_up(journal.rewind(position.step, position.ledger, redo_from=redo_from), learner.version)
         yield Parts(
             config=config,
             directory=directory,
@@ -248,12 +251,6 @@ def _make_schedule(config: Config, position: Position) -> Schedule:
     )
     batches = -(-max(0, config.run.steps - position.step) // steps)
     return Schedule(rules, next_group=position.next_group, total_groups=batches * learner.prompts_per_step)
-
-
-def _issue_again(collector: Collector, schedule: Schedule, position: Position, version: int) -> None:
-    for number in position.outstanding:
-        if schedule.admissible(version):
-            collector.issue(schedule.readmit(number, version), version)
 
 
 def _make_evaluator(config: Config, task: Task, path: Path, loaded: LoadedModel) -> Evaluator | None:

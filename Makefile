@@ -1,0 +1,39 @@
+# Everything is installed into .venv in the checkout. TORCH_INDEX says where a CPU build of torch is, where one must be
+# asked for (for example https://download.pytorch.org/whl/cpu).
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+STAMP := $(shell date +%Y%m%d-%H%M%S)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo demo-seeds test test-all lint install
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("estr needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,peft,dev]'
+	touch $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(BIN)/estr train examples/quickstart.toml --output runs/quickstart-$(STAMP)
+
+demo-seeds: $(INSTALLED)
+	for seed in 0 1 2; do \
+		$(BIN)/estr train examples/quickstart.toml --set run.seed=$$seed --output runs/quickstart-seed$$seed-$(STAMP) || exit 1; \
+	done
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -m "not slow" -n 2
+
+test-all: lint
+	$(BIN)/pytest -n 2

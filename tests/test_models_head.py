@@ -8,9 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, Qwen3Config
 
+from estr.advantages import polarity_correction
 from estr.errors import UsageError
 from estr.models.forward import base_model, check_head, head_of, packed_hidden, prepare_model
-from estr.models.head import linear_logprob_entropy
+from estr.models.head import Head, linear_logprob_entropy, linear_polarity
 
 
 def of_logits(logits, target, **options):
@@ -134,6 +135,15 @@ def test_nearly_certain_and_far_logits_stay_finite() -> None:
     logprob, entropy = of_logits([[1e4, -1e4, 0.0], [3e38, 0.0, -3e38]], [1, 0])
     assert logprob.tolist() == [-2e4, 0.0]
     assert entropy.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_polarity_equals_the_whole_distribution(temperature: float) -> None:
+    hidden, weight, _, bias = problem(bias=True)
+    head = Head(weight, bias, scale=0.5, softcap=3.0)
+    log_p = (3.0 * torch.tanh((hidden @ weight.t() + bias) * 0.5 / 3.0) / temperature).log_softmax(-1)
+    expected = polarity_correction(log_p)
+    assert torch.allclose(linear_polarity(hidden, head, temperature, chunk=7), expected, atol=1e-6)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from estr.learner.packing import MicroBatch, pack, unpack
+from estr.learner.packing import MicroBatch, Unit, pack, unpack
 from estr.models.forward import head_of, packed_hidden
+from estr.models.head import linear_polarity
 from estr.trajectory import Segment
 
 
@@ -48,3 +49,35 @@ def score_microbatches(
     device = next(model.parameters()).device
     for microbatch in microbatches:
         yield logprob_entropy(model, microbatch.to(device), temperature, autocast)
+
+
+@torch.no_grad()
+def polarities(
+    model: nn.Module, microbatches: Sequence[MicroBatch], temperature: float, autocast: torch.dtype | None = None
+) -> list[Tensor]:
+    """Σ_v p_v² (log p_v + H) at each action token, ``[N]`` for each micro-batch; see ``linear_polarity``."""
+    result = []
+    for m in microbatches:
+        hidden = packed_hidden(model, m.tokens, m.cu_seqlens, autocast).index_select(0, m.predict)
+        result.append(linear_polarity(hidden, head_of(model), temperature))
+    return result
+
+
+def score_norms(
+    model: nn.Module, units: Sequence[Unit], temperature: float, autocast: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Norm of each unit's score ∇ log π, float64 ``[S]``, and log π of all action tokens in order, float32 ``[N]``.
+
+    One backward pass per unit; the gradients stored in the parameters are left alone.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    norms, logprobs = [], []
+    for unit in units:
+        norm = 0.0
+        for microbatch in pack([unit], sum(len(row.tokens) for row in unit)):
+            logprob, _ = logprob_entropy(model, microbatch.to(parameters[0].device), temperature, autocast)
+            gradients = torch.autograd.grad(logprob.sum(), parameters, allow_unused=True)
+            norm = float(torch.nn.utils.get_total_norm([g for g in gradients if g is not None]))
+            logprobs.append(logprob.detach().cpu())
+        norms.append(norm)
+    return torch.tensor(norms, dtype=torch.float64), torch.cat([*logprobs, torch.zeros(0)])

@@ -31,18 +31,9 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[N, V]`` before temperature, float32 or wider; for a sampler, which needs all of them."""
-        bias = None if self.bias is None else _wide(self.bias)
-        return _logits(_wide(hidden), _wide(self.weight), bias, _Squash(self.scale, self.softcap, 1.0))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits ``[..., V]`` before temperature, float32 (float64 where the weight is): for a few rows at a time."""
-        weight = _wide(self.weight)
+        weight, bias = _wide(self.weight), None if self.bias is None else _wide(self.bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            raw = torch.nn.functional.linear(
-                hidden.to(weight.dtype), weight, None if self.bias is None else _wide(self.bias)
-            )
-            raw = raw if self.scale == 1.0 else raw * self.scale
-            return raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
+            return _logits(hidden.to(weight.dtype), weight, bias, _Squash(self.scale, self.softcap, 1.0))
 
     def logprob_entropy(
         self, hidden: Tensor, target: Tensor, temperature: float = 1.0, chunk: int | None = None
@@ -85,11 +76,27 @@ def linear_logprob_entropy(
         )
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    if chunk is None:
-        chunk = max(_LEAST_ROWS, _CHUNK_ELEMENTS.get(hidden.device.type, 2**22) // max(1, weight.shape[0]))
+    chunk = chunk or _chunk_rows(hidden, weight)
     squash = _Squash(scale, softcap, temperature)
     logprob, entropy = _FusedHead.apply(hidden, weight, bias, target, squash, chunk)
     return logprob, entropy
+
+
+@torch.no_grad()
+def linear_polarity(hidden: Tensor, head: Head, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
+    """Σ_v p_v² (log p_v + H) of each row, ``[N]``, without graph: what PAPO (arXiv 2605.11775) needs of a state."""
+    rows = chunk or _chunk_rows(hidden, head.weight)
+    result = torch.empty(hidden.shape[0], dtype=_wide(head.weight).dtype, device=hidden.device)
+    for start in range(0, hidden.shape[0], rows):
+        log_p = _bounded_((head.logits(hidden[start : start + rows]) / temperature).log_softmax(-1))
+        p = log_p.exp()
+        entropy = -torch.linalg.vecdot(p, log_p)
+        result[start : start + rows] = torch.linalg.vecdot(p.square(), log_p + entropy[:, None])
+    return result
+
+
+def _chunk_rows(hidden: Tensor, weight: Tensor) -> int:
+    return max(_LEAST_ROWS, _CHUNK_ELEMENTS.get(hidden.device.type, 2**22) // max(1, weight.shape[0]))
 
 
 @dataclass(frozen=True)

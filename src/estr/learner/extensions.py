@@ -1,0 +1,93 @@
+"""Optional families around an optimizer step: reward shaping, token re-weighting, entropy regularizer, controllers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from estr.advantages import Reweighting
+from estr.batch import TokenBatch
+from estr.controllers import EntropyRegularizer, StepController
+from estr.shaping import RewardShaping
+from estr.state import Stateful, finite_mean
+
+
+@dataclass
+class Prepared:
+    """What the extensions make of a minibatch before its loss: advantages and entropy weights by micro-batch."""
+
+    advantages: list[Tensor]
+    entropy_weights: list[Tensor] | None
+    metrics: dict[str, float]
+
+
+@dataclass
+class Extensions:
+    """At most one shaping, one re-weighting and one regularizer, and any number of controllers, applied in order.
+
+    The shaping changes rewards before advantages; the others act inside the optimizer step.
+    """
+
+    shaping: RewardShaping | None = None
+    reweighting: Reweighting | None = None
+    regularizer: EntropyRegularizer | None = None
+    controllers: Sequence[StepController] = ()
+
+    @property
+    def need_values(self) -> bool:
+        """Whether log π and entropies of the whole minibatch must be known before its loss."""
+        return self.reweighting is not None or self.regularizer is not None
+
+    @property
+    def needs_polarity(self) -> bool:
+        """Whether the re-weighting reads Σ p² (log p + H) of the whole distribution."""
+        return self.reweighting is not None and "correction" in self.reweighting.needs
+
+    def prepare(self, batches: Sequence[TokenBatch], polarity: Sequence[Tensor] = ()) -> Prepared:
+        """Advantages and entropy weights for the micro-batches ``batches`` of one optimizer step."""
+        whole = TokenBatch.concatenate([batch.detach() for batch in batches])
+        sizes = [batch.tokens for batch in batches]
+        advantage, weights = whole.advantage, None
+        metrics: dict[str, float] = {}
+        assert whole.entropy is not None
+        if self.reweighting is not None:
+            metrics |= self.reweighting.observe(finite_mean(whole.entropy))
+            part = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)).to(advantage.device)
+            available = {**vars(whole), "part": part, "correction": torch.cat(list(polarity)) if polarity else None}
+            fields = {name: available[name] for name in self.reweighting.needs}
+            advantage = self.reweighting.reweight(advantage, **fields)
+        if self.regularizer is not None:
+            assert whole.group is not None
+            shared = {"sequence": whole.sequence, "group": whole.group}
+            weight = self.regularizer.token_weight(reward=whole.reward, **shared)
+            advantage = self.regularizer.advantage(advantage, entropy=whole.entropy, **shared)
+            metrics |= self.regularizer.observe(whole.entropy, whole.sequence)
+            weights = list(weight.split(sizes))
+        return Prepared(list(advantage.split(sizes)), weights, metrics)
+
+    def state(self) -> dict[str, Any]:
+        """The JSON part of every extension's memory."""
+        return {name: extension.state_dict() for name, extension in self._named().items()}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The tensors of every extension's memory, by ``<extension>/<name>``."""
+        named = self._named().items()
+        return {f"{name}/{key}": tensor for name, ext in named for key, tensor in ext.state_tensors().items()}
+
+    def load_state(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Take back what :meth:`state` and :meth:`state_tensors` gave."""
+        for name, extension in self._named().items():
+            extension.load_state_dict(state[name])
+            prefix = f"{name}/"
+            extension.load_state_tensors(
+                {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            )
+
+    def _named(self) -> dict[str, Stateful]:
+        named: dict[str, Stateful | None] = {"reweighting": self.reweighting, "regularizer": self.regularizer}
+        named |= {f"controller{number}": controller for number, controller in enumerate(self.controllers)}
+        return {name: extension for name, extension in named.items() if extension is not None}

@@ -1,0 +1,296 @@
+"""The learner: groups of trajectories in, optimizer steps out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from estr.advantages import AdvantageEstimator, advantage
+from estr.config.sections import Config
+from estr.controllers import effective_sample_size, sequence_log_weight
+from estr.errors import RunError, UsageError
+from estr.learner.extensions import Extensions
+from estr.learner.metrics import finite_only, policy_entropy, reward_metrics, staleness_metrics
+from estr.learner.minibatch import Minibatch
+from estr.learner.optimizer import Optimizer
+from estr.learner.packing import Columns, pack, unpack
+from estr.learner.reference import Reference
+from estr.learner.results import StepResult, TrainedTrajectory, aligned
+from estr.learner.rollouts import Rollouts, minibatch_plan
+from estr.learner.schedules import learning_rate
+from estr.learner.scoring import score, score_microbatches, score_norms
+from estr.learner.step import Gradient, Seen
+from estr.models.forward import check_head, prepare_model
+from estr.objectives import Objective, objective
+from estr.trajectory import Segment, Trajectory, derive_seed
+
+_RECORDED = {
+    "behavior_entropy",
+    "proximal_logprob",
+    "proximal_entropy",
+    "reference_logprob",
+    "entropy",
+    "version",
+    "target_version",
+    "group",
+    "reward",
+}
+
+
+class Learner:
+    """Trains ``model`` in place on rollout batches.
+
+    One rollout batch goes this way: rewards become advantages; where the recipe reads q, the weights at the start of
+    the batch are scored as q; the groups are split into ``learner.minibatches`` parts, ``learner.epochs`` times; each
+    part is one optimizer step of one or more micro-batches. ``version`` counts the steps that were applied.
+
+    ``reference`` is the frozen model of ``objective.kl_coef``; without one, a copy of the starting weights is kept
+    (with adapters: the base model, no copy). Raises UsageError where recipe, advantage or model cannot work together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        *,
+        reference: nn.Module | None = None,
+        extensions: Extensions | None = None,
+    ) -> None:
+        self.model, self.config = model, config
+        self.version = 0
+        self.skipped = 0
+        self.skipped_in_row = 0
+        self.objective, self._estimator = _methods(config)
+        self.extensions = extensions or Extensions()
+        self.device = next(model.parameters()).device
+        self._autocast = torch.bfloat16 if config.learner.dtype == "bfloat16" else None
+        prepare_model(model, config.model.gradient_checkpointing)
+        self.optimizer = Optimizer(model, config.learner)
+        check_head(model)
+        wanted = config.objective.kl_coef > 0 or "reference_logprob" in self.objective.uses
+        self._reference = Reference(model, reference) if wanted else None
+        self._gradient = Gradient(
+            model, self.objective, config.objective, self.extensions, config.rollout.temperature, self._autocast
+        )
+
+    def train(self, groups: Sequence[Sequence[Trajectory]]) -> Iterator[StepResult]:
+        """One rollout batch: yields after each optimizer step, before the next one begins.
+
+        Raises RunError after ``learner.max_skipped_steps`` steps in a row that could not be applied.
+        """
+        learner = self.config.learner
+        rollouts = Rollouts.of(groups, learner)
+        if self.extensions.shaping is not None:
+            rollouts.shape_rewards(self.extensions.shaping)
+        rollouts.estimate(self._estimator, **self._estimator_fields(rollouts))
+        seed = derive_seed(self.config.run.seed, "minibatches", self.version)
+        plan = minibatch_plan(len(groups), learner.minibatches, learner.epochs, seed)
+        self._freeze(rollouts, plan)
+        for number, part in enumerate(plan):
+            minibatch = Minibatch.of(rollouts, part, learner.tokens_per_microbatch, self.device)
+            yield self._step(minibatch, fresh=number == 0 and self._reads_proximal)
+
+    def canary(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """log π of ``tokens[1:]`` under the current weights at the rollout temperature, float32 [len - 1]."""
+        ids = np.asarray(tokens, np.int32)
+        action = np.arange(len(ids)) > 0
+        nothing = np.zeros(len(ids), np.float32)
+        segment = Segment(ids, action, nothing, nothing, np.zeros(len(ids), np.int32))
+        return score(self.model, [segment], self.config.rollout.temperature)[0][0]
+
+    def state(self) -> dict[str, Any]:
+        """Counters and the extensions' memory, as JSON can hold them."""
+        return {
+            "version": self.version,
+            "skipped": self.skipped,
+            "skipped_in_row": self.skipped_in_row,
+            "extensions": self.extensions.state(),
+        }
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Optimizer moments and the extensions' tensors by name; not the weights, and no copies."""
+        extensions = {f"extension/{name}": tensor for name, tensor in self.extensions.state_tensors().items()}
+        return {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state_tensors().items()} | extensions
+
+    def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on where :meth:`state` and :meth:`state_tensors` were taken; the model already holds those weights."""
+        if state["version"] > 0 and self._reference is not None and self._reference.is_copy:
+            raise RunError(
+                "objective.kl_coef needs the weights the run started from, but the model was loaded from a checkpoint; "
+                "give the learner the starting model as its reference"
+            )
+        self.version, self.skipped, self.skipped_in_row = (
+            int(state[name]) for name in ("version", "skipped", "skipped_in_row")
+        )
+        self.optimizer.load_state_tensors(_under("optimizer/", tensors))
+        self.extensions.load_state(dict(state["extensions"]), _under("extension/", tensors))
+
+    # ------------------------------------------------------------------ one rollout batch
+
+    @property
+    def _reads_proximal(self) -> bool:
+        return not self.objective.uses.isdisjoint(("proximal_logprob", "proximal_entropy"))
+
+    def _estimator_fields(self, rollouts: Rollouts) -> dict[str, Tensor]:
+        if not self._estimator.needs:
+            return {}
+        chosen = range(len(rollouts.trajectories))
+        norms, logprob = score_norms(
+            self.model, rollouts.units(chosen), self.config.rollout.temperature, self._autocast
+        )
+        behavior = [s.logprob[s.action] for t in rollouts.trajectories for s in t.segments]
+        flat = torch.from_numpy(np.concatenate([*behavior, np.zeros(0, np.float32)]))
+        weight = sequence_log_weight(logprob, flat, rollouts.sequence, len(chosen))
+        available = {"score_norm": norms, "log_weight": weight}
+        return {name: available[name] for name in self._estimator.needs}
+
+    def _freeze(self, rollouts: Rollouts, plan: list[list[int]]) -> None:
+        """Score q and the reference once; the first step's q comes from its own pass, at the same weights."""
+        if self._reads_proximal:
+            first = set(rollouts.of_groups(plan[0]))
+            later = [i for i in rollouts.learning() if i not in first]
+            rollouts.proximal_logprob, rollouts.proximal_entropy = self._columns(self.model, rollouts, later)
+        if self._reference is not None:
+            with self._reference.weights() as model:
+                rollouts.reference_logprob, _ = self._columns(model, rollouts, rollouts.learning())
+
+    def _columns(self, model: nn.Module, rollouts: Rollouts, chosen: list[int]) -> tuple[Columns, Columns]:
+        """log-probabilities and entropies of the chosen trajectories; empty for all others."""
+        units = [t.segments if i in set(chosen) else [] for i, t in enumerate(rollouts.trajectories)]
+        microbatches = pack(units, self.config.learner.tokens_per_microbatch)
+        temperature = self.config.rollout.temperature
+        scored = list(score_microbatches(model, microbatches, temperature, self._autocast))
+        logprob, entropy = unpack(units, microbatches, [a for a, _ in scored], [b for _, b in scored])
+        return logprob, entropy
+
+    # ------------------------------------------------------------------ one optimizer step
+
+    def _step(self, minibatch: Minibatch, fresh: bool) -> StepResult:
+        before, seen = self.version, Seen()
+        applied: dict[str, float] = {}
+        reason: str | None = "none of its action tokens takes part in the loss"
+        if minibatch.learning:
+            seen = self._gradient(minibatch, before, fresh, derive_seed(self.config.run.seed, "objective", before))
+            applied, reason = self._apply(minibatch, seen)
+        self.optimizer.zero_grad()
+        trained = self._trained(minibatch, seen, fresh)
+        self._count(reason, seen, applied)
+        return StepResult(
+            version_before=before,
+            version=self.version,
+            target_version=before,
+            skipped=reason is not None,
+            reason=reason,
+            metrics=self._metrics(minibatch, seen, before) | finite_only(applied),
+            trajectories=trained,
+            action_tokens=minibatch.learning_tokens,
+            read_tokens=sum(len(m.tokens) for m in minibatch.microbatches),
+        )
+
+    def _apply(self, minibatch: Minibatch, seen: Seen) -> tuple[dict[str, float], str | None]:
+        """Update the weights, or say why not; a gradient that is not finite never reaches them."""
+        norm = self.optimizer.gradient_norm()
+        metrics = {"grad/norm": norm}
+        if not math.isfinite(seen.loss):
+            return metrics, f"its loss is {seen.loss}"
+        if not math.isfinite(norm):
+            return metrics, f"its gradient norm is {norm}"
+        for controller in self.extensions.controllers:
+            metrics |= controller.transform(self.optimizer.gradients)
+            if controller.skip:
+                return metrics, f"the controller {type(controller).__name__} asked for no step"
+            norm = self.optimizer.gradient_norm()
+        self.optimizer.clip(norm, self.config.learner.max_grad_norm)
+        rate = learning_rate(self.version, self.config.run.steps, self.config.learner)
+        rate *= self._rate_scale(minibatch, seen)
+        self.optimizer.step(rate)
+        self.version += 1
+        return metrics | {"learner/learning_rate": rate}, None
+
+    def _rate_scale(self, minibatch: Minibatch, seen: Seen) -> float:
+        if not self.extensions.controllers:
+            return 1.0
+        weights = [
+            sequence_log_weight(logprob, m.behavior_logprob, m.sequence, len(m.units))
+            for logprob, m in zip(seen.logprob, minibatch.microbatches, strict=True)
+        ]
+        statistics = effective_sample_size(torch.cat(weights))
+        return math.prod(c.scale_learning_rate(statistics) for c in self.extensions.controllers)
+
+    def _count(self, reason: str | None, seen: Seen, applied: Mapping[str, float]) -> None:
+        """Keep count of skipped steps; several in a row end the run."""
+        if reason is None:
+            self.skipped_in_row = 0
+            return
+        self.skipped += 1
+        self.skipped_in_row += 1
+        if self.skipped_in_row < self.config.learner.max_skipped_steps:
+            return
+        rate = learning_rate(self.version, self.config.run.steps, self.config.learner)
+        invalid, deviation = seen.metrics.get("tokens/invalid", 0), seen.metrics.get("mismatch/delta_abs", math.nan)
+        raise RunError(
+            f"{self.skipped_in_row} optimizer steps in a row were skipped at version {self.version}, the last because "
+            f"{reason} (loss {seen.loss:.3g}, gradient norm {applied.get('grad/norm', 0.0):.3g}, {invalid:.0f} invalid "
+            f"tokens, mean |log π − log μ| {deviation:.3g}, learning rate {rate:.3g}); "
+            "lower learner.learning_rate or learner.max_grad_norm and resume from the last checkpoint"
+        )
+
+    def _metrics(self, minibatch: Minibatch, seen: Seen, target_version: int) -> dict[str, float]:
+        return finite_only(
+            {
+                **seen.metrics,
+                **policy_entropy(seen.entropy),
+                **staleness_metrics(minibatch.trajectories, target_version),
+                **reward_metrics(minibatch.trajectories),
+                "tokens/action": minibatch.token_count,
+                "tokens/truncated": minibatch.token_count - minibatch.learning_tokens,
+                "learner/skipped": self.skipped,
+            }
+        )
+
+    def _trained(self, minibatch: Minibatch, seen: Seen, fresh: bool) -> list[TrainedTrajectory]:
+        """What was seen of each trajectory; the first step's own log π becomes q of its trajectories."""
+        rollouts = minibatch.rollouts
+        logprob, entropy, advantage = minibatch.by_trajectory(seen.logprob, seen.entropy, seen.advantage)
+        if fresh:
+            rollouts.set_proximal(logprob, entropy)
+        by_token = rollouts.token_advantage is not None or self.extensions.need_values
+        trained = []
+        for i in minibatch.members:
+            trajectory = rollouts.trajectories[i]
+            record = TrainedTrajectory(trajectory, rollouts.advantage_of(i))
+            if rollouts.learns[i]:
+                record.learner_logprob = aligned(trajectory.segments, logprob[i])
+                record.learner_entropy = aligned(trajectory.segments, entropy[i])
+                if by_token:
+                    record.token_advantage = aligned(trajectory.segments, advantage[i])
+                if rollouts.proximal_logprob is not None:
+                    record.proximal_logprob = aligned(trajectory.segments, rollouts.proximal_logprob[i])
+            trained.append(record)
+        return trained
+
+
+def _methods(config: Config) -> tuple[Objective, AdvantageEstimator]:
+    section = config.objective
+    try:
+        chosen = objective(section.recipe, **section.hyperparameters())
+        estimator = advantage(section.advantage, **section.advantage_options)
+    except ValueError as error:
+        raise UsageError(f"[objective] {error}") from None
+    absent = sorted(chosen.needs - _RECORDED)
+    if absent:
+        raise UsageError(
+            f"objective.recipe: the recipe {section.recipe!r} needs {', '.join(absent)}, which rollouts do not record; "
+            "choose another recipe"
+        )
+    return chosen, estimator
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -5,10 +5,8 @@ import json
 import math
 import os
 import pickletools
+import resource
 import shutil
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -192,27 +190,6 @@ def test_a_failing_disk_leaves_the_old_checkpoint(run, monkeypatch, code, call, 
     assert visible(run) == ["step-000005"]
 
 
-def test_a_file_size_limit_is_a_sentence_and_leaves_nothing(tmp_path):
-    code = """
-        import resource, sys, torch
-        from estr.config import Config
-        from estr.errors import RunError
-        from estr.storage.checkpoints import save_checkpoint
-        from estr.storage.run_directory import RunDirectory
-        run = RunDirectory.create(sys.argv[1], Config())
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        try:
-            save_checkpoint(run, 1, None, None, {"big": torch.zeros(10_000)}, {})
-        except RunError as error:
-            print(error)
-    """
-    path = tmp_path / "run"
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(path)], capture_output=True, text=True,
-                          timeout=60, check=False)  # fmt: skip
-    assert "cannot write the checkpoint" in done.stdout, done.stderr
-    assert list((path / "checkpoints").iterdir()) == []
-
-
 def killed(action):
     """Run ``action``, which must end in ``os._exit(9)``, in a forked child."""
     child = os.fork()
@@ -222,6 +199,18 @@ def killed(action):
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def test_a_file_size_limit_is_a_sentence_and_leaves_nothing(run):
+    def save_too_much():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        try:
+            save_checkpoint(run, 1, None, None, {"big": torch.zeros(10_000)}, {})
+        except RunError as error:
+            os._exit(9 if "cannot write the checkpoint" in str(error) else 2)
+
+    killed(save_too_much)
+    assert visible(run) == []
 
 
 @pytest.mark.parametrize("moment", ["write", "fsync", "before rename", "between renames", "after rename"])

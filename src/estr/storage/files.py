@@ -83,8 +83,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
     sync_directory(target.parent)
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove what a killed ``write_atomic`` left aside in ``directory`` (only its one writer may call this)."""
-    for leftover in directory.glob(".*.tmp"):
+def remove_leftovers(directory: Path, name: str = "*") -> None:
+    """Remove what a killed ``write_atomic`` of ``name`` left aside (only the one writer of it may call this)."""
+    for leftover in directory.glob(f".{name}.*.tmp"):
         if leftover.is_file():
             leftover.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from estr.errors import UsageError
 from estr.storage.encoding import clean_text
-from estr.storage.files import disk_errors, write_all, write_atomic
+from estr.storage.files import disk_errors, remove_leftovers, write_all, write_atomic
 
 Record = dict[str, Any]
 
@@ -69,6 +69,7 @@ class JsonLinesWriter:
 
     def _open(self) -> None:
         with disk_errors("open", self.path):
+            remove_leftovers(self.path.parent, self.path.name)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             _cut_torn_line(self._descriptor)
 

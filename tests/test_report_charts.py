@@ -92,7 +92,13 @@ def test_numbers(value, text):
 
 
 def test_words_for_shares_durations_and_ticks():
-    assert [percent(x) for x in (0.0, 0.0123, 0.57, 1e-4, None)] == ["0 %", "1.2 %", "57 %", "0.01 %", "–"]
+    assert [percent(x).replace("\u00a0", " ") for x in (0.0, 0.0123, 0.57, 1e-4, None)] == [
+        "0 %",
+        "1.2 %",
+        "57 %",
+        "0.01 %",
+        "–",
+    ]
     assert [duration(x) for x in (0.42, 48, 303, 7620, None)] == ["0.4 s", "48 s", "5 min 03 s", "2 h 07 min", "–"]
     assert [power_label(x) for x in (0.01, 100, 1e-5, 2e-4, 0)] == ["0.01", "100", "10⁻⁵", "2·10⁻⁴", ""]
     assert [tick_label(x) for x in (0, 0.25, 2e-4, 2000)] == ["0", "0.25", "2·10⁻⁴", "2,000"]
@@ -172,3 +178,9 @@ def test_late_multi_version_share_counts_what_was_trained_after_step_ten(run):
     assert count == late.sum()
     assert share == pytest.approx(np.mean(spanning))
     assert 0.1 < share < 0.9
+
+
+def test_more_runs_than_colors_are_told_apart_by_dashes(run):
+    panel = curve_panels([run] * 10, "policy")[0]
+    assert len({(entry.role, entry.mark) for entry in panel.legend}) == 10
+    assert "stroke-dasharray" in panel.svg

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from estr.errors import UsageError
 from estr.report.data import continuous_time, read_json_lines, read_metrics, read_run, read_runs, read_timeline
+from estr.report.decode import token_texts
 from estr.report.rollouts import read_rollout_tokens, read_rows
-from estr.report.samples import token_texts
 from report_synthetic import write_rollouts, write_run
 
 NAN = float("nan")

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from estr.report.data import Floats, Run
-from estr.report.panel import Entry, Panel, drawn, empty
+from estr.report.panel import Entry, Panel, drawn, empty, run_entry
 from estr.report.series import finite_points, number, percent, score, smooth, smoothing_window, thin
 from estr.report.svg import SERIES, THEMED, Ink, even_ticks, log_axis, new_figure, style_axes
 
@@ -60,7 +60,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
             "ratio",
             "Ratio and log-ratio",
             "mean per action token",
-            (Curve("mismatch/ratio_deviation", "|E − 1|"), Curve("mismatch/delta_abs", "|δ|")),
+            (Curve("mismatch/ratio_deviation", "|E − 1|"), Curve("mismatch/delta_abs", "|\u2060δ\u2060|")),
             "Where |E − 1| leaves |δ| behind, a few tokens carry very large ratios",
             "log",
         ),
@@ -160,7 +160,7 @@ def draw_reward(axes: Axes, runs: Sequence[Run], x_key: str, x_label: str, ink: 
         x = run.metrics[x_key] / (60.0 if x_key == "wall_time" else 1.0)
         train, held_out = _reward_colors(len(runs), index, ink)
         any_curve |= _draw_training(axes, *finite_points(x, run.metrics["reward/mean"]), train, len(runs) > 1)
-        any_curve |= _draw_held_out(axes, *finite_points(x, run.metrics["eval/reward"]), held_out)
+        any_curve |= _draw_held_out(axes, *finite_points(x, run.metrics["eval/reward"]), held_out, ink.dash(index))
     return any_curve
 
 
@@ -219,9 +219,9 @@ def _draw_training(axes: Axes, x: Floats, y: Floats, color: str, faint: bool) ->
     return True
 
 
-def _draw_held_out(axes: Axes, x: Floats, y: Floats, color: str) -> bool:
+def _draw_held_out(axes: Axes, x: Floats, y: Floats, color: str, dash: str) -> bool:
     x, y = thin(x, y, 120)
-    axes.plot(x, y, "o-", color=color, linewidth=1.4, markersize=4.5 if len(x) < 40 else 2.5)
+    axes.plot(x, y, marker="o", linestyle=dash, color=color, linewidth=1.4, markersize=4.5 if len(x) < 40 else 2.5)
     return bool(len(x))
 
 
@@ -232,7 +232,7 @@ def _single_run(chart: Chart, run: Run, ink: Ink) -> Panel:
     figure = new_figure()
     axes = _axes(figure.add_subplot(), chart, ink)
     for index, curve in enumerate(curves):
-        _draw(axes, chart, run, curve.key, ink.series(index), raw=True)
+        _draw(axes, chart, run, curve.key, (ink.series(index), "-"), raw=True)
     _limits(axes, chart)
     legend = [Entry(SERIES[index], curve.name) for index, curve in enumerate(curves)]
     return drawn(chart.name, chart.title, _sentence(chart, run, curves), figure, legend if len(legend) > 1 else ())
@@ -242,7 +242,7 @@ def _many_runs(chart: Chart, curve: Curve, runs: Sequence[Run], ink: Ink) -> Pan
     figure = new_figure()
     axes = _axes(figure.add_subplot(), chart, ink)
     for index, run in enumerate(runs):
-        _draw(axes, chart, run, curve.key, ink.series(index), raw=False)
+        _draw(axes, chart, run, curve.key, (ink.series(index), ink.dash(index)), raw=False)
     _limits(axes, chart)
     title = chart.title if len(chart.curves) == 1 else f"{chart.title}: {curve.name}"
     name = f"{chart.name}-{chart.curves.index(curve)}"
@@ -255,7 +255,8 @@ def _axes(axes: Axes, chart: Chart, ink: Ink) -> Axes:
     return axes
 
 
-def _draw(axes: Axes, chart: Chart, run: Run, key: str, color: str, raw: bool) -> None:
+def _draw(axes: Axes, chart: Chart, run: Run, key: str, style: tuple[str, str], raw: bool) -> None:
+    color, dash = style
     x, y = finite_points(run.metrics["step"], run.metrics[key])
     if chart.scale == "log":
         x, y = x[y > 0], y[y > 0]
@@ -267,7 +268,7 @@ def _draw(axes: Axes, chart: Chart, run: Run, key: str, color: str, raw: bool) -
     if raw and chart.smoothed and len(x) > 24:
         axes.plot(*thin(x, y), color=color, linewidth=0.8, alpha=0.3)
     line = smooth(np.log(y) if chart.scale == "log" else y, smoothing_window(len(y)) if chart.smoothed else 1)
-    axes.plot(*thin(x, np.exp(line) if chart.scale == "log" else line), color=color, linewidth=1.6)
+    axes.plot(*thin(x, np.exp(line) if chart.scale == "log" else line), color=color, linestyle=dash, linewidth=1.6)
 
 
 def _limits(axes: Axes, chart: Chart) -> None:
@@ -296,7 +297,7 @@ def _sentence(chart: Chart, run: Run, curves: Sequence[Curve]) -> str:
     for curve in curves:
         values = run.metrics[curve.key][np.isfinite(run.metrics[curve.key])]
         tail = max(1, len(values) // 10)
-        facts.append(f"{curve.name} {chart.say(float(values[-tail:].mean()))}")
+        facts.append(f"{curve.name}\u00a0{chart.say(float(values[-tail:].mean()))}")
     return f"{chart.guide}; over the last tenth of the run: {', '.join(facts)}."
 
 
@@ -313,4 +314,4 @@ def _present(chart: Chart, runs: Sequence[Run]) -> list[Curve]:
 
 
 def _run_legend(runs: Sequence[Run]) -> list[Entry]:
-    return [Entry(SERIES[index % len(SERIES)], run.label) for index, run in enumerate(runs)]
+    return [run_entry(index, run.label) for index, run in enumerate(runs)]

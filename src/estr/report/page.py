@@ -16,8 +16,9 @@ from markupsafe import Markup
 from estr.diagnostics import DEFAULTS
 from estr.report.curves import curve_panels, reward_panels
 from estr.report.data import Run, read_runs
+from estr.report.decode import load_decoder
 from estr.report.panel import Section
-from estr.report.samples import build_samples, load_decoder
+from estr.report.samples import build_samples
 from estr.report.scatter import scatter_panels
 from estr.report.staleness import staleness_panels
 from estr.report.summary import finished, metric_table, summary
@@ -26,6 +27,7 @@ from estr.report.timeline import timeline_panels
 from estr.report.verdict import GATE_NAMES, gate_settings, own_gate
 from estr.storage.files import disk_errors, write_atomic
 
+DETAILED_RUNS = 6  # runs with a timeline, a hexbin and samples of their own; curves have all
 TOKEN_BUDGET = 3_000_000  # stored tokens read for one page; beyond it an even choice of row groups
 
 
@@ -46,7 +48,7 @@ def render(runs: Sequence[Run]) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["island"] = json_island
     template = environment.from_string(_resource("report.html"))
-    samples = [_run_samples(run) for run in runs]
+    samples = [_run_samples(run) for run in runs[:DETAILED_RUNS]]
     return template.render(
         title=_title(runs),
         runs=runs,
@@ -76,12 +78,13 @@ def json_island(value: Any) -> Markup:
 
 
 def _sections(runs: Sequence[Run]) -> list[Section]:
+    detailed = runs[:DETAILED_RUNS]
     return [
         Section("reward", "Reward and entropy", [*reward_panels(runs), *curve_panels(runs, "policy")]),
         Section("mismatch", "Mismatch and gate", curve_panels(runs, "mismatch")),
-        Section("tokens", "Which tokens to trust", scatter_panels(runs)),
+        Section("tokens", "Which tokens to trust", scatter_panels(detailed)),
         Section("staleness", "Staleness", [*staleness_panels(runs), *curve_panels(runs, "lag")]),
-        Section("timeline", "Who works when", [*timeline_panels(runs), *curve_panels(runs, "speed")]),
+        Section("timeline", "Who works when", [*timeline_panels(detailed), *curve_panels(runs, "speed")]),
         Section("optimization", "Optimization", curve_panels(runs, "optimization")),
     ]
 
@@ -100,6 +103,10 @@ def _run_samples(run: Run) -> dict[str, Any]:
 
 def _notes(runs: Sequence[Run]) -> list[str]:
     notes = []
+    if len(runs) > DETAILED_RUNS:
+        notes.append(
+            f"Curves show all {len(runs)} runs; tokens, timelines and samples those of the first {DETAILED_RUNS}."
+        )
     for run in runs:
         prefix = f"{run.label}: " if len(runs) > 1 else ""
         if finished(run) is False:

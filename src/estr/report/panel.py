@@ -8,7 +8,7 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
-from estr.report.svg import inline_svg
+from estr.report.svg import SERIES, inline_svg
 
 Mark = Literal["line", "thin", "dashed", "dotted", "dot", "bar"]
 
@@ -20,6 +20,12 @@ class Entry:
     role: str
     text: str
     mark: Mark = "line"
+
+
+def run_entry(index: int, text: str, mark: Mark | None = None) -> Entry:
+    """Legend line of the ``index``-th of several runs."""
+    dashes: tuple[Mark, ...] = ("line", "dashed", "dotted")
+    return Entry(SERIES[index % len(SERIES)], text, mark or dashes[index // len(SERIES) % 3])
 
 
 @dataclass(frozen=True)

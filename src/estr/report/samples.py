@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,13 @@ from numpy.typing import NDArray
 
 from estr.diagnostics import DEFAULTS, keep_mask
 from estr.report.data import Floats, Run
+from estr.report.decode import Decode, load_decoder, token_texts
 from estr.report.rollouts import Rollouts, read_rows
 from estr.report.staleness import run_staleness
 from estr.report.verdict import Gate, own_gate
 
 MOST_TOKENS = 1200  # shown of one row
-CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 MOST_CONTEXT = 4000  # characters of one stretch of prompt or tool text
-
-Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
@@ -92,34 +89,6 @@ def build_samples(run: Run) -> list[Sample]:
     return [_sample(run, why, trajectory, gate, decode) for why, trajectory in pick_samples(run)]
 
 
-def load_decoder(run: Run) -> Decode | None:
-    """The tokenizer saved with the newest checkpoint or at ``model.path``, read as data; None where there is none."""
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError:
-        return None
-    for path in _tokenizer_files(run):
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception:  # the library raises bare Exception for a file it cannot read
-            continue
-        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
-    return None
-
-
-def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
-    """The text each token adds; a character that several tokens share belongs to the last of them."""
-    texts: list[str] = []
-    prefix = read = 0
-    for end in range(1, len(ids) + 1):
-        before, now = decode(list(ids[prefix:read])), decode(list(ids[prefix:end]))
-        whole = not now.endswith("\ufffd") or end == len(ids) or end - read >= 8
-        texts.append(now[len(before) :] if whole else "")
-        if whole:
-            prefix, read = read, end
-    return [text.translate(CONTROLS) for text in texts]
-
-
 def _pick(picks: dict[int, str], why: str, ranked: NDArray[np.intp]) -> None:
     chosen = next((int(index) for index in ranked if int(index) not in picks), None)
     if chosen is not None:
@@ -156,15 +125,6 @@ def _keep(recipe: str, settings: dict[str, float], rollouts: Rollouts) -> NDArra
         rollouts.advantage,
         **settings,
     )
-
-
-def _tokenizer_files(run: Run) -> list[Path]:
-    checkpoints = sorted((run.path / "checkpoints").glob("step-*/tokenizer.json"), reverse=True)
-    model = str(run.setting("model", "path", "") or "")
-    places = [*checkpoints, run.path / "tokenizer.json", run.path / "tokenizer" / "tokenizer.json"]
-    if model and not model.startswith("builtin:"):
-        places.append(Path(model) / "tokenizer.json")
-    return [place for place in places if place.is_file()]
 
 
 def _sample(run: Run, why: str, trajectory: int, gate: Gate, decode: Decode | None) -> Sample:

@@ -68,8 +68,8 @@ def percent(value: float | None) -> str:
         return "–"
     share = 100 * value
     if share == 0 or share >= 10:
-        return f"{share:.0f} %"
-    return f"{share:.1f} %" if share >= 0.1 else f"{share:.2g} %"
+        return f"{share:.0f}\u00a0%"
+    return f"{share:.1f}\u00a0%" if share >= 0.1 else f"{share:.2g}\u00a0%"
 
 
 def duration(seconds: float | None) -> str:

@@ -9,9 +9,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from estr.diagnostics import Staleness, integer_histogram, multi_version_share, trajectory_staleness
 from estr.report.data import Floats, Run
-from estr.report.panel import Entry, Panel, drawn, empty
+from estr.report.panel import Panel, drawn, empty, run_entry
 from estr.report.series import number, percent
-from estr.report.svg import SERIES, THEMED, Ink, even_ticks, new_figure, style_axes
+from estr.report.svg import THEMED, Ink, even_ticks, new_figure, style_axes
 
 WIDEST = 32  # the last bar collects what is staler
 
@@ -77,7 +77,7 @@ def _histogram(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"≥ {WIDEST}" if x == WIDEST else f"{x:.0f}"))
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, -0.6), max(high, 3.6))
-    legend = [Entry(SERIES[i % len(SERIES)], run.label, "bar") for i, run in enumerate(runs)] if len(runs) > 1 else []
+    legend = [run_entry(i, run.label, "bar") for i, run in enumerate(runs)] if len(runs) > 1 else []
     return drawn(name, title, _sentence(guide, runs, values), figure, legend)
 
 

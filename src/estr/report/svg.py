@@ -75,6 +75,11 @@ class Ink:
     def series(self, index: int) -> str:
         return self.colors[SERIES[index % len(SERIES)]]
 
+    @staticmethod
+    def dash(index: int) -> str:
+        """Line style of a series: where colors repeat, dashes tell them apart."""
+        return ("-", "--", ":")[index // len(SERIES) % 3]
+
 
 THEMED = Ink(SENTINELS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from estr.objectives.composition import Composition, Gate, Recipe, Surrogate, Weight
 from estr.objectives.context import Context
+from estr.objectives.kl import kl_penalty, reference_kl
 from estr.objectives.metrics import merge_metrics
 from estr.objectives.objective import Objective, Output, Statistics, objective, recipes, register
 
@@ -17,8 +18,10 @@ __all__ = [
     "Statistics",
     "Surrogate",
     "Weight",
+    "kl_penalty",
     "merge_metrics",
     "objective",
     "recipes",
+    "reference_kl",
     "register",
 ]

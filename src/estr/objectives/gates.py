@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from estr.objectives.composition import Gate
-from estr.objectives.context import Context, binary_kl, clamped_exp, k_estimate, quantile
+from estr.objectives.context import Context, binary_kl, k_estimate, quantile
 
 TINY = 1e-8  # keeps a quotient of entropies finite (ERC)
 
@@ -52,9 +52,11 @@ def band(edge: str, low: float | None, high: float | None, scope: str = "token")
     if low > high:
         raise ValueError(f"low ({low:g}) must not exceed high ({high:g})")
 
+    bottom, top = _log(low), _log(high)
+
     def apply(context: Context) -> Tensor:
-        ratio = clamped_exp(context.scoped(context.delta(edge), scope))
-        return (ratio >= low) & (ratio <= high)
+        log_ratio = context.scoped(context.delta(edge), scope)
+        return (log_ratio >= bottom) & (log_ratio <= top)
 
     return Gate(f"{low:g} ≤ {_name(scope)} ≤ {high:g}", edge, "token" if scope == "token" else "sequence", apply)
 
@@ -64,16 +66,17 @@ def open_band(edge: str, low: float, high: float) -> Gate:
     if low > high:
         raise ValueError(f"the lower end ({low:g}) must not exceed the upper ({high:g})")
 
+    bottom, top = _log(low), _log(high)
+
     def apply(context: Context) -> Tensor:
-        ratio = context.ratio(edge)
-        return (ratio > low) & (ratio < high)
+        return (context.delta(edge) > bottom) & (context.delta(edge) < top)
 
     return Gate(f"{low:g} < ratio < {high:g}", edge, "token", apply)
 
 
 def veto(edge: str, threshold: float) -> Gate:
     """Drops a sequence in which any token's ratio is below ``threshold``."""
-    limit = math.log(threshold)
+    limit = _log(threshold)
 
     def apply(context: Context) -> Tensor:
         return ~context.sequence_any(context.delta(edge) < limit)
@@ -170,6 +173,10 @@ def entropy_ratio(low: float, high: float) -> Gate:
 
     uses = frozenset({"proximal_entropy", "behavior_entropy"})
     return Gate(f"{low:g} < H/H_old < {high:g}", "U", "token", apply, frozenset({"entropy"}), uses, keeps_value=True)
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0 else -math.inf
 
 
 def _name(scope: str) -> str:

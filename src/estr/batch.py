@@ -57,6 +57,9 @@ class TokenBatch:
     advantage_scope: InitVar[str | None] = None  # "token" or "sequence", where N = S leaves it open
 
     def __post_init__(self, advantage_scope: str | None) -> None:
+        for name in ("logprob", "behavior_logprob", "advantage", "sequence"):
+            if getattr(self, name) is None:
+                raise ValueError(f"a TokenBatch needs {name}")
         for name in _TOKEN_FLOAT + _TOPK + _SEQUENCE + ("advantage", "sequence", "version"):
             value = getattr(self, name)
             if value is not None:

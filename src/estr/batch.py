@@ -181,7 +181,7 @@ class TokenBatch:
             raise ValueError(f"advantage is on {self.advantage.device}, logprob on {self.logprob.device}")
         if scope is None and N == S and not bool((self.sequence == torch.arange(N, device=self.sequence.device)).all()):
             raise ValueError(
-                f"advantage of shape [{N}] is ambiguous: there are as many tokens as sequences, and some sequence holds "
+                f"advantage of shape [{N}] is ambiguous: there are as many tokens as sequences, and a sequence holds "
                 'several; set advantage_scope to "token" or "sequence"'
             )
         per_sequence = scope == "sequence" or (scope is None and given == [S] and N != S)

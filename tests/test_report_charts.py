@@ -184,3 +184,11 @@ def test_more_runs_than_colors_are_told_apart_by_dashes(run):
     panel = curve_panels([run] * 10, "policy")[0]
     assert len({(entry.role, entry.mark) for entry in panel.legend}) == 10
     assert "stroke-dasharray" in panel.svg
+
+
+def test_a_long_timeline_is_drawn_in_slices():
+    rows = [("learner", "train", float(t), t + 0.9) for t in range(4000)]
+    run = Run(None, "r", {}, None, spans(*rows), None, [])  # type: ignore[arg-type]
+    whole = timeline_panels([run])[1]
+    assert whole.sentence.startswith("Height is the share")
+    assert len(whole.svg) < 60_000

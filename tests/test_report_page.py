@@ -170,7 +170,7 @@ def test_a_run_that_has_only_begun(tmp_path):
         "no trained trajectory with versions is stored",
         "no timeline.jsonl with spans yet",
         "No trajectory to show",
-        "has not taken all its steps",
+        "Not all steps have been taken",
     ):
         assert reason in html, reason
 

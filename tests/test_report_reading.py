@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from estr.errors import UsageError
 from estr.report.data import continuous_time, read_json_lines, read_metrics, read_run, read_runs, read_timeline
-from estr.report.decode import token_texts
+from estr.report.decode import CONTROLS, token_texts
 from estr.report.rollouts import read_rollout_tokens, read_rows
 from report_synthetic import write_rollouts, write_run
 
@@ -225,8 +225,14 @@ def test_a_character_of_several_tokens_belongs_to_the_last_of_them():
 def test_token_texts_of_bytes_make_up_the_whole_text(text):
     data = text.encode("utf-8", "surrogatepass").decode("utf-8", "ignore").encode()
     joined = "".join(token_texts(list(data), lambda ids: bytes(ids).decode("utf-8", "replace")))
-    visible = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in data.decode())
-    assert joined == visible.replace("\x7f", "\u2421")
+    assert joined == data.decode().translate(CONTROLS)
+
+
+def test_invisible_characters_are_shown():
+    def decode(ids):
+        return "".join(map(chr, ids))
+
+    assert token_texts([0x202E, 97, 7, 0x200B, 10], decode) == ["‹U+202E›", "a", "␇", "‹U+200B›", "\n"]
 
 
 def test_the_synthetic_run_has_the_shape_it_claims(tmp_path):

@@ -9,8 +9,10 @@ from estr.report.data import Run
 
 Decode = Callable[[list[int]], str]
 
-CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-"""Control characters become their pictures, so that nothing invisible is on the page."""
+_INVISIBLE = (*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF)
+CONTROLS: dict[int, int | str] = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+CONTROLS |= {0x7F: 0x2421} | {code: f"‹U+{code:04X}›" for code in _INVISIBLE}
+"""Control and invisible characters become visible, so that no text hides or reorders what stands beside it."""
 
 
 def load_decoder(run: Run) -> Decode | None:

@@ -110,11 +110,11 @@ def _notes(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         prefix = f"{run.label}: " if len(runs) > 1 else ""
         if finished(run) is False:
-            notes.append(f"{prefix}the run has not taken all its steps; this page shows what there is so far.")
+            notes.append(f"{prefix}Not all steps have been taken; this page shows what there is so far.")
         read, total = run.rollouts.groups_read, run.rollouts.groups_total
         if read < total:
             notes.append(
-                f"{prefix}stored tokens were read from {read:,} of {total:,} blocks of rollouts, evenly spaced."
+                f"{prefix}Stored tokens were read from {read:,} of {total:,} blocks of rollouts, evenly spaced."
             )
         notes.extend(prefix + note for note in run.notes)
     return notes

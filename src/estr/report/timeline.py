@@ -36,7 +36,8 @@ WORDS = {
     "other": "other",
 }
 LANE = 0.78
-BINS = 240
+MOST_SLICES = 240
+DRAWN_SPANS = 1500
 WINDOW_SPANS = 600
 
 
@@ -63,19 +64,20 @@ def draw_window(axes: Axes, timeline: Timeline, ink: Ink) -> tuple[float, float]
     return low, high
 
 
-def draw_whole(axes: Axes, timeline: Timeline, ink: Ink) -> None:
-    """Each lane as a stack: which share of every slice of the run an actor spent on what."""
-    seconds = timeline.seconds
-    edges = np.linspace(0, seconds, BINS + 1)
-    unit = 60.0 if seconds > 300 else 1.0
+def draw_whole(axes: Axes, timeline: Timeline, ink: Ink) -> bool:
+    """The whole run: its spans as they are where those can be told apart (True), else the share of each slice."""
+    unit = 60.0 if timeline.seconds > 300 else 1.0
     actors = timeline.actors
+    exact = len(timeline) <= DRAWN_SPANS
     for lane, actor in enumerate(reversed(actors)):
-        level = np.full(BINS, lane - LANE / 2)
-        for kind in KINDS:
-            share = busy_share(*timeline.of(actor, kind), edges) * LANE
-            _steps(axes, edges / unit, level, share, ink[COLORS[kind]])
-            level = level + share
-    _lanes(axes, actors, ink, (0, seconds / unit), "minutes" if unit == 60 else "seconds")
+        if exact:
+            for kind in KINDS:
+                start, end = timeline.of(actor, kind)
+                _bars(axes, start / unit, end / unit, lane, ink[COLORS[kind]], kind)
+        else:
+            _stack(axes, timeline, actor, lane, unit, ink)
+    _lanes(axes, actors, ink, (0, timeline.seconds / unit), "minutes" if unit == 60 else "seconds")
+    return exact
 
 
 def busy_share(start: Floats, end: Floats, edges: Floats) -> Floats:
@@ -130,7 +132,7 @@ def _run_panels(run: Run, index: int, suffix: str, ink: Ink) -> list[Panel]:
     window = _figure(timeline)
     low, high = draw_window(window.add_subplot(), timeline, ink)
     whole = _figure(timeline)
-    draw_whole(whole.add_subplot(), timeline, ink)
+    exact = draw_whole(whole.add_subplot(), timeline, ink)
     legend = _legend(timeline)
     return [
         drawn(
@@ -144,7 +146,8 @@ def _run_panels(run: Run, index: int, suffix: str, ink: Ink) -> list[Panel]:
         drawn(
             f"timeline-whole-{index}",
             f"The whole run, {duration(timeline.seconds)}{suffix}",
-            "Height is the share of each moment; grey is waiting, and what is left blank was not recorded.",
+            f"{'' if exact else 'Height is the share of each slice of time; '}"
+            f"{'g' if not exact else 'G'}rey is waiting, blank is idle or was not recorded.",
             whole,
             legend,
             wide=True,
@@ -191,6 +194,17 @@ def _bars(axes: Axes, start: Floats, end: Floats, lane: int, color: str, kind: s
     height = LANE if kind not in ("idle", "wait") else LANE * 0.28
     spans = list(zip(start, end - start, strict=True))
     axes.broken_barh(spans, (lane - height / 2, height), facecolors=color, linewidth=0)
+
+
+def _stack(axes: Axes, timeline: Timeline, actor: str, lane: int, unit: float, ink: Ink) -> None:
+    """One lane as a stack of shares; a slice holds several training steps, or it would beat against their rhythm."""
+    steps = len(timeline.of("learner", "train")[0])
+    edges = np.linspace(0, timeline.seconds, int(np.clip(steps // 4, 24, MOST_SLICES)) + 1)
+    level = np.full(len(edges) - 1, lane - LANE / 2)
+    for kind in KINDS:
+        share = busy_share(*timeline.of(actor, kind), edges) * LANE
+        _steps(axes, edges / unit, level, share, ink[COLORS[kind]])
+        level = level + share
 
 
 def _steps(axes: Axes, edges: Floats, level: Floats, share: Floats, color: str) -> None:

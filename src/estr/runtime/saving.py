@@ -42,9 +42,8 @@ class CheckpointStore:
         parts.metrics.sync()
         model = _Saveable(parts.loaded.model)
         path = save_checkpoint(self._directory, step, model, parts.loaded.tokenizer, tensors, state, kind)
-        retain_checkpoints(self._directory, self._config.run.keep_checkpoints)
-        newest = sorted(checkpoint_steps(self._directory))[-self._config.run.keep_checkpoints :]
-        parts.journal.commit(step, prune_through=newest[0])
+        kept = retain_checkpoints(self._directory, self._config.run.keep_checkpoints)
+        parts.journal.commit(step, prune_through=kept[0])
         return path
 
     def _next_group(self, parts: Parts) -> int:

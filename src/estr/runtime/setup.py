@@ -31,7 +31,7 @@ from estr.runtime.reporter import Reporter
 from estr.runtime.saving import CheckpointStore
 from estr.runtime.trackers import Tracker, make_trackers
 from estr.schedule import Schedule, ScheduleRules
-from estr.storage.checkpoints import Checkpoint
+from estr.storage.checkpoints import Checkpoint, withdraw_checkpoints_after
 from estr.storage.ledger import Ledger
 from estr.storage.metrics import JsonLinesWriter, MetricsWriter, TimelineWriter
 from estr.storage.rollout_files import RolloutWriter
@@ -169,6 +169,7 @@ def prepared(
             minibatch_of=_minibatches(config).__getitem__,
             check=interrupts.check,
         )
+        withdraw_checkpoints_after(directory, position.step)
         redo_from = position.next_group if config.schedule.mode == "lockstep" else None
         schedule.next_group = max(ledger.next_group, position.next_group) if redo_from is None else redo_from
         collector.take_up(journal.rewind(position.step, position.ledger, redo_from=redo_from), learner.version)

@@ -13,8 +13,8 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "estr"
 BOTTOM = {"errors", "registry", "state", "trajectory", "batch"}
 MATHS = {"objectives", "advantages", "controllers", "shaping", "diagnostics"}
 ALLOWED = {
-    **{room: BOTTOM for room in BOTTOM},
-    **{room: BOTTOM for room in MATHS},
+    **dict.fromkeys(BOTTOM, BOTTOM),
+    **dict.fromkeys(MATHS, BOTTOM),
     "controllers": BOTTOM | {"advantages"},
     "shaping": BOTTOM | {"advantages"},
     "config": BOTTOM | {"objectives", "advantages", "controllers", "shaping"},
@@ -72,7 +72,10 @@ def test_importing_the_package_loads_no_torch() -> None:
 
 
 def test_using_only_the_objective_loads_no_transformers() -> None:
-    code = "from estr import objective, advantage; objective('estr'); advantage('grpo'); import sys; sys.exit('transformers' in sys.modules or 'pydantic' in sys.modules)"
+    code = (
+        "from estr import objective, advantage; objective('estr'); advantage('grpo'); import sys; "
+        "sys.exit('transformers' in sys.modules or 'pydantic' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -202,6 +203,18 @@ def test_bfloat16_autocast_and_float64() -> None:
     wide = packed_hidden(model.double(), torch.cat(parts), bounds(parts))
     assert wide.dtype == torch.float64
     assert torch.allclose(wide.float(), exact, atol=1e-4)
+
+
+def test_layers_that_are_not_told_of_packed_boundaries_are_refused() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(UsageError, match="not told where packed sequences begin"):
+        attention.attention_forward(torch.nn.Identity(), q, q, q, torch.ones(1, 1, 1, 1, dtype=torch.bool))
+
+
+def test_a_model_with_attention_code_of_its_own_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=2))
+    with pytest.raises(UsageError, match="BloomForCausalLM has attention code of its own"):
+        prepare_model(model)
 
 
 def test_attention_that_is_not_causal_is_refused() -> None:

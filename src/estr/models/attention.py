@@ -253,6 +253,8 @@ def attention_forward(
     score = Score(scaling, sliding_window, softcap, s_aux, dropout)
     if cu_seq_lens_q is not None:
         return packed_attention(query, key, value, packed or packed_layout(cu_seq_lens_q), score), None
+    if attention_mask is not None and attention_mask.shape[-1] == 1 < key.shape[2]:
+        raise UsageError(f"{type(module).__name__} is not told where packed sequences begin; use another model")
     if attention_mask is None:
         output = causal_attention(query, key, value, score)
     else:

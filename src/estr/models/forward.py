@@ -24,13 +24,13 @@ def prepare_model(model: nn.Module, gradient_checkpointing: bool = False) -> Non
     """Make ``model`` ready for packed rows: attention ``"estr"``, no dropout, so that π equals μ at equal weights.
 
     Everything is in evaluation mode; with gradient checkpointing only the checkpointed layers' own flag says training.
+    Raises UsageError where the architecture does not take another attention implementation.
     """
     base = base_model(model)
     if base.config._attn_implementation != attention.NAME:
-        try:
-            base.set_attn_implementation(attention.NAME)
-        except (ValueError, ImportError) as error:
-            raise UsageError(f"{type(base).__name__} does not take another attention implementation: {error}") from None
+        if not base._supports_attention_backend:
+            raise UsageError(f"{type(base).__name__} has attention code of its own, which cannot be replaced by 'estr'")
+        base.set_attn_implementation(attention.NAME)
     model.eval()
     if gradient_checkpointing:
         enable = getattr(base, "activation_checkpointing_enable", base.gradient_checkpointing_enable)

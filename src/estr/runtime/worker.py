@@ -93,7 +93,7 @@ class Timeline:
     def _close(self) -> None:
         if self._end > self._start:
             self._done.append(Interval(self.actor, self._kind, self._start, self._end, self._version))
-        self._kind = ""
+        self._kind, self._start = "", self._end
 
     def take(self) -> list[Interval]:
         self._close()

@@ -174,14 +174,13 @@ class Collector:
             for event in events:
                 if isinstance(event, Finished) and self._schedule.expects(event.trajectory):
                     self._journal.finished(event.trajectory)
+                    self._schedule.finish(event.trajectory)
         for event in events:
             progress |= self._file(event)
         return progress
 
     def _file(self, event: Event) -> bool:
-        if isinstance(event, Finished):
-            self._schedule.finish(event.trajectory)
-        elif isinstance(event, Failed):
+        if isinstance(event, Failed):
             self._failed(event)
         elif isinstance(event, Synced):
             self._check_canary(event)

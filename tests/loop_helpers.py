@@ -1,0 +1,200 @@
+"""Small runs: configurations, the command line in this process and in one of its own, and what runs leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+
+from estr.cli.main import main
+from estr.config import Config
+from estr.storage.metrics import read_metrics
+from estr.storage.rollout_files import read_rollouts
+
+TESTS = Path(__file__).parent
+CLOCK = ("wall_time", "time/", "throughput/")
+SMALL: dict[str, dict[str, Any]] = {
+    "run": {"steps": 6, "checkpoint_every": 100},
+    "model": {"path": "builtin:micro"},
+    "task": {"name": "loop_tasks:Echo"},
+    "rollout": {"group_size": 2, "max_new_tokens": 8, "max_turns": 3, "slots": 3, "parked": 3},
+    "schedule": {"mode": "lockstep"},
+    "learner": {"prompts_per_step": 2, "learning_rate": 0.01},
+    "runtime": {"learner_threads": 1},
+}
+
+
+def sections(**changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections of a small run, with changes to them."""
+    names = SMALL.keys() | changes.keys()
+    return {name: {**SMALL.get(name, {}), **changes.get(name, {})} for name in sorted(names)}
+
+
+def small(**changes: Mapping[str, Any]) -> Config:
+    return Config(**sections(**changes))
+
+
+def write_config(path: Path, **changes: Mapping[str, Any]) -> Path:
+    """A TOML file of a small run."""
+    path.write_text(tomli_w.dumps(sections(**changes)), encoding="utf-8")
+    return path
+
+
+@dataclass
+class Outcome:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def complaint(self) -> str:
+        """The error that was told, checked for its form: at most two lines, no traceback."""
+        assert "Traceback" not in self.err + self.out, self.err
+        lines = [line for line in self.err.splitlines() if line.strip()]
+        starts = [i for i, line in enumerate(lines) if line.startswith("estr: ")]
+        assert len(starts) == 1, self.err
+        assert len(lines) - starts[0] <= 2, self.err
+        assert "should have been a better sentence" not in self.err, self.err
+        return "\n".join(lines[starts[0] :]).removeprefix("estr: ")
+
+
+def estr(capsys: pytest.CaptureFixture[str], *arguments: object) -> Outcome:
+    """The command line in this process."""
+    capsys.readouterr()
+    try:
+        status = main([str(argument) for argument in arguments])
+    except SystemExit as exit_:
+        status = int(exit_.code or 0)
+    captured = capsys.readouterr()
+    return Outcome(status, captured.out, captured.err)
+
+
+@dataclass
+class Command:
+    """The command line in a process of its own, leader of its own process group."""
+
+    process: subprocess.Popen[str]
+    err_path: Path
+    out_path: Path
+
+    def send(self, number: int, *, group: bool = False) -> None:
+        (os.killpg if group else os.kill)(self.process.pid, number)
+
+    def finish(self, timeout: float = 60.0) -> Outcome:
+        status = self.process.wait(timeout)
+        return Outcome(status, self.out_path.read_text(), self.err_path.read_text())
+
+    @property
+    def children(self) -> list[int]:
+        """Process ids of its engine processes."""
+        return [pid for pid in descendants(self.process.pid) if "spawn_main" in command_line(pid)]
+
+
+@contextmanager
+def started(directory: Path, *arguments: object, **environment: str) -> Iterator[Command]:
+    """``python -m estr ARGUMENTS`` in ``directory``, where the tests' own tasks can be imported."""
+    (directory / "loop_tasks.py").write_text((TESTS / "loop_tasks.py").read_text())
+    err, out = directory / "stderr.txt", directory / "stdout.txt"
+    with err.open("w") as err_file, out.open("w") as out_file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "estr", *map(str, arguments)],
+            cwd=directory,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=out_file,
+            stderr=err_file,
+            text=True,
+            start_new_session=True,
+        )
+        command = Command(process, err, out)
+        try:
+            yield command
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout: float = 90.0) -> Any:
+    """The first true value of ``condition``; fails the test where there is none in time."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {timeout:.0f} s for {what}")
+        time.sleep(0.02)
+    return value
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == pid:
+            child = int(entry.parent.name)
+            found += [child, *descendants(child)]
+    return found
+
+
+def shared_files(pid: int) -> list[Path]:
+    """The weight files in shared memory that the process ``pid`` published."""
+    return sorted(Path("/dev/shm").glob(f"estr-{pid}-*.weights"))
+
+
+def metrics_without_clock(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in read_metrics(run)]
+
+
+def rollouts(run: Path) -> list[dict[str, Any]]:
+    """All stored rows, by id; arrays as text, so that NaN equals NaN."""
+    rows = sorted(read_rollouts(run).to_pylist(), key=lambda row: row["trajectory_id"])
+    return [{k: repr(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
+
+
+@dataclass
+class Stored:
+    """One stored row with arrays."""
+
+    row: dict[str, Any] = field(repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.row[name]
+        return np.array(value) if isinstance(value, list) else value
+
+
+def stored(run: Path, state: str = "trained") -> list[Stored]:
+    return [Stored(row) for row in read_rollouts(run).to_pylist() if row["state"] == state]
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory with its content."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
+    }

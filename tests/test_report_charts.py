@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from estr.report.curves import CHARTS, curve_panels, reward_panels
@@ -15,7 +17,7 @@ from estr.report.series import duration, number, percent, smooth, thin
 from estr.report.staleness import late_multi_version_share, staleness_panels
 from estr.report.svg import DARK, LIGHT, THEMED, new_figure, power_label, standalone_svg, style_axes, tick_label
 from estr.report.timeline import busy_share, middle_window, overlap_share, timeline_panels
-from report_synthetic import write_run
+from report_synthetic import SCHEMA, write_rollouts, write_run
 
 
 def spans(*rows: tuple[str, str, float, float]) -> Timeline:
@@ -63,6 +65,13 @@ def test_the_window_lies_in_the_run_and_avoids_evaluations():
     assert high - low == pytest.approx(4.2)
     low, high = middle_window(spans(*rows, ("learner", "evaluate", 48, 52)))
     assert high <= 48 or low >= 52
+
+
+def test_the_window_stays_with_the_training_where_evaluations_are_everywhere():
+    rows = [("learner", "train", 100.0 + t, 100.4 + t) for t in range(30)]
+    rows += [("learner", "evaluate", 100.4 + t, 101.0 + t) for t in range(30)]
+    low, high = middle_window(spans(*rows))
+    assert 100 <= low < high <= 130
 
 
 def test_the_window_of_a_single_span():
@@ -147,7 +156,7 @@ def test_several_runs_share_a_chart_a_metric(run):
 
 def test_an_actor_may_have_any_name():
     timeline = spans(("$x^", "generate", 0, 1), ("<b>\\1", "train", 0, 1), ("learner", "train", 0, 1))
-    run = Run(None, "r", {}, None, timeline, None, [])  # type: ignore[arg-type]
+    run = Run(None, "r", {}, None, None, timeline, None, [])  # type: ignore[arg-type]
     window, whole = timeline_panels([run])
     assert "&lt;b&gt;\\1" in window.svg
     assert "<b>" not in window.svg + whole.svg
@@ -188,7 +197,28 @@ def test_more_runs_than_colors_are_told_apart_by_dashes(run):
 
 def test_a_long_timeline_is_drawn_in_slices():
     rows = [("learner", "train", float(t), t + 0.9) for t in range(4000)]
-    run = Run(None, "r", {}, None, spans(*rows), None, [])  # type: ignore[arg-type]
+    run = Run(None, "r", {}, None, None, spans(*rows), None, [])  # type: ignore[arg-type]
     whole = timeline_panels([run])[1]
     assert whole.sentence.startswith("Height is the share")
     assert len(whole.svg) < 60_000
+
+
+def test_a_log_chart_of_zeros_is_drawn_as_zeros(tmp_path):
+    run = write_run(tmp_path / "run", 5)
+    lines = [json.loads(line) | {"grad/norm": 0.0} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    panel = curve_panels([read_run(run, "r", 10)], "optimization")[0]
+    assert "gradient norm\u00a00." in panel.sentence
+    assert panel.svg.count("var(--s1)") == 1
+
+
+def test_no_power_law_is_claimed_where_entropies_are_alike(tmp_path):
+    rows = pq.read_table(write_run(tmp_path / "run", 3) / "rollouts" / "000001.parquet", schema=SCHEMA).to_pylist()
+    for row in rows:
+        row["entropy"] = [h and 2.0 + 0.1 * (i % 7) for i, h in enumerate(row["entropy"])]
+    for path in (tmp_path / "run" / "rollouts").glob("*.parquet"):
+        path.unlink()
+    write_rollouts(tmp_path / "run" / "rollouts" / "1.parquet", rows)
+    panel = scatter_panels([read_run(tmp_path / "run", "r", 10**6)])[0]
+    assert "too alike" in panel.sentence
+    assert panel.svg

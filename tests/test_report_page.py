@@ -139,7 +139,7 @@ def test_the_summary_counts_what_the_metrics_say(whole):
     assert facts["task"] == "calculator"
     assert facts["optimizer steps"] == "30"
     assert facts["tokens trained"] == f"{int(tokens.sum()):,}"
-    assert facts["held-out reward, final"] == f"{run.metrics.last('eval/reward'):.3f}"
+    assert facts["held-out reward, final"] == f"{run.metrics.last('eval/reward'):.3f} at step 30"
 
 
 def test_the_same_run_gives_the_same_page(whole, tmp_path):

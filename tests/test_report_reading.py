@@ -178,6 +178,24 @@ def test_timeline_leaves_out_what_is_no_span(tmp_path):
     assert timeline.seconds == 3
 
 
+def test_evaluations_before_the_first_step_are_found(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "wall_time": 2}\n{"step": 2, "wall_time": 5, "eval/reward": 0.5}'
+    )
+    lines = ['{"step": 0, "reward": 0.25, "problems": 300, "temperature": 0.0}', '{"step": 2, "reward": 0.5}', "{to"]
+    (tmp_path / "evaluations.jsonl").write_text("\n".join(lines))
+    found = read_run(tmp_path, "r", 10).evaluations
+    assert found.step.tolist() == [0, 2]
+    assert found.reward.tolist() == [0.25, 0.5]
+    assert found.seconds.tolist() == [0, 5]
+
+
+def test_how_evaluations_were_decoded_is_said(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "reward": 0.25, "problems": 300, "temperature": 0.0}')
+    assert read_run(tmp_path, "r", 10).evaluations.decoding == "300 problems, greedy"
+
+
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no run directory"):
         read_runs([tmp_path], 10)

@@ -122,7 +122,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
             "lag",
             "Mean staleness",
             "optimizer steps",
-            (Curve("staleness/inter_mean", "Δ inter"), Curve("staleness/intra_mean", "Δ intra")),
+            (Curve("staleness/inter_mean", "Δ\u00a0inter"), Curve("staleness/intra_mean", "Δ\u00a0intra")),
             "Δ inter is the wait between the last token and training, Δ intra the updates that arrived in flight",
         ),
     ),
@@ -157,21 +157,26 @@ def draw_reward(axes: Axes, runs: Sequence[Run], x_key: str, x_label: str, ink: 
         _step_ticks(axes)
     any_curve = False
     for index, run in enumerate(runs):
-        x = run.metrics[x_key] / (60.0 if x_key == "wall_time" else 1.0)
+        scale = 60.0 if x_key == "wall_time" else 1.0
+        x, held_x = run.metrics[x_key], run.evaluations.seconds if x_key == "wall_time" else run.evaluations.step
         train, held_out = _reward_colors(len(runs), index, ink)
-        any_curve |= _draw_training(axes, *finite_points(x, run.metrics["reward/mean"]), train, len(runs) > 1)
-        any_curve |= _draw_held_out(axes, *finite_points(x, run.metrics["eval/reward"]), held_out, ink.dash(index))
+        any_curve |= _draw_training(axes, *finite_points(x / scale, run.metrics["reward/mean"]), train, len(runs) > 1)
+        any_curve |= _draw_held_out(
+            axes, *finite_points(held_x / scale, run.evaluations.reward), held_out, ink.dash(index)
+        )
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, -0.02), max(high, 0.1))
     return any_curve
 
 
 def reward_sentence(run: Run) -> str:
     """What happened to the reward of one run, in numbers."""
-    steps, values = finite_points(run.metrics["step"], run.metrics["eval/reward"])
-    if len(values):
-        best = int(np.argmax(values))
+    found = run.evaluations
+    if len(found):
+        best = int(np.argmax(found.reward))
         return (
-            f"Held-out reward goes from {score(float(values[0]))} to {score(float(values[-1]))}; "
-            f"its best is {score(float(values[best]))} at step {number(float(steps[best]))}."
+            f"Held-out reward goes from {score(float(found.reward[0]))} to {score(float(found.reward[-1]))}; "
+            f"its best is {score(float(found.reward[best]))} at step {number(float(found.step[best]))}."
         )
     _, train = finite_points(run.metrics["step"], run.metrics["reward/mean"])
     if not len(train):
@@ -196,7 +201,7 @@ def _reward_panel(runs: Sequence[Run], name: str, title: str, x_key: str, x_labe
 
 
 def _reward_legend(runs: Sequence[Run]) -> list[Entry]:
-    held_out = any(run.metrics.has("eval/reward") for run in runs)
+    held_out = any(len(run.evaluations) for run in runs)
     if len(runs) == 1:
         entries = [Entry("s1", "training batch"), Entry("s2", "held-out", "dot")]
         return entries if held_out else entries[:1]
@@ -258,7 +263,8 @@ def _axes(axes: Axes, chart: Chart, ink: Ink) -> Axes:
 def _draw(axes: Axes, chart: Chart, run: Run, key: str, style: tuple[str, str], raw: bool) -> None:
     color, dash = style
     x, y = finite_points(run.metrics["step"], run.metrics[key])
-    if chart.scale == "log":
+    logarithmic = chart.scale == "log" and bool((y > 0).mean() > 0.5) if len(y) else False
+    if logarithmic:
         x, y = x[y > 0], y[y > 0]
     if not len(x):
         return
@@ -267,8 +273,8 @@ def _draw(axes: Axes, chart: Chart, run: Run, key: str, style: tuple[str, str], 
         return
     if raw and chart.smoothed and len(x) > 24:
         axes.plot(*thin(x, y), color=color, linewidth=0.8, alpha=0.3)
-    line = smooth(np.log(y) if chart.scale == "log" else y, smoothing_window(len(y)) if chart.smoothed else 1)
-    axes.plot(*thin(x, np.exp(line) if chart.scale == "log" else line), color=color, linestyle=dash, linewidth=1.6)
+    line = smooth(np.log(y) if logarithmic else y, smoothing_window(len(y)) if chart.smoothed else 1)
+    axes.plot(*thin(x, np.exp(line) if logarithmic else line), color=color, linestyle=dash, linewidth=1.6)
 
 
 def _limits(axes: Axes, chart: Chart) -> None:
@@ -276,7 +282,7 @@ def _limits(axes: Axes, chart: Chart) -> None:
     low, high = axes.get_ylim()
     if chart.scale == "log" and axes.lines:
         values = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.lines])
-        spread = float(values.max() / values.min())
+        spread = float(values.max() / values.min()) if values.min() > 0 else 0.0
         if spread > 3:
             log_axis(axes, "y", np.log10(spread))
             return

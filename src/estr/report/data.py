@@ -65,10 +65,27 @@ class Timeline:
     def seconds(self) -> float:
         return float(self.end.max()) if len(self) else 0.0
 
+    @property
+    def begin(self) -> float:
+        return float(self.start.min()) if len(self) else 0.0
+
     def of(self, actor: str, kind: str) -> tuple[Floats, Floats]:
         """Starts and ends of one actor's spans of one kind."""
         chosen = (self.actor == actor) & (self.kind == kind)
         return self.start[chosen], self.end[chosen]
+
+
+@dataclass
+class Evaluations:
+    """Held-out evaluations in order of step, [K] each; ``decoding`` says how many problems and at what temperature."""
+
+    step: Floats
+    reward: Floats
+    seconds: Floats  # wall time, NaN where unknown
+    decoding: str = ""
+
+    def __len__(self) -> int:
+        return len(self.step)
 
 
 @dataclass
@@ -79,6 +96,7 @@ class Run:
     label: str
     config: dict[str, Any]
     metrics: Metrics
+    evaluations: Evaluations
     timeline: Timeline
     rollouts: Rollouts
     notes: list[str]
@@ -115,7 +133,8 @@ def read_run(path: Path, label: str, token_budget: int) -> Run:
     metrics = read_metrics(path / "metrics.jsonl", notes)
     timeline = read_timeline(path / "timeline.jsonl", notes)
     rollouts = read_rollout_tokens(path / "rollouts", token_budget, notes)
-    return Run(path, label, config, metrics, timeline, rollouts, notes)
+    evaluations = read_evaluations(path / "evaluations.jsonl", metrics, notes)
+    return Run(path, label, config, metrics, evaluations, timeline, rollouts, notes)
 
 
 def read_metrics(path: Path, notes: list[str]) -> Metrics:
@@ -132,6 +151,33 @@ def read_metrics(path: Path, notes: list[str]) -> Metrics:
     if "wall_time" in columns:
         columns["wall_time"] = continuous_time(columns["wall_time"])
     return Metrics(columns, len(rows))
+
+
+def read_evaluations(path: Path, metrics: Metrics, notes: list[str]) -> Evaluations:
+    """``eval/reward`` of metrics.jsonl, with those of evaluations.jsonl (there also before the first step)."""
+    seconds = dict(zip(metrics["step"].tolist(), metrics["wall_time"].tolist(), strict=True))
+    logged = zip(metrics["step"].tolist(), metrics["eval/reward"].tolist(), strict=True)
+    found = {step: reward for step, reward in logged if math.isfinite(reward)}
+    last: dict[str, Any] = {}
+    for row in read_json_lines(path, notes):
+        step, reward = _float(row.get("step")), _float(row.get("reward"))
+        if math.isfinite(step) and math.isfinite(reward):
+            found[step], last = reward, row
+    steps = sorted(found)
+    return Evaluations(
+        np.array(steps, np.float64),
+        np.array([found[step] for step in steps], np.float64),
+        np.array([0.0 if step == 0 else seconds.get(step, math.nan) for step in steps], np.float64),
+        _decoding(last),
+    )
+
+
+def _decoding(row: dict[str, Any]) -> str:
+    problems, temperature = _float(row.get("problems")), _float(row.get("temperature"))
+    words = [f"{problems:,.0f} problems"] if math.isfinite(problems) else []
+    if math.isfinite(temperature):
+        words.append(f"temperature {temperature:g}" if temperature > 0 else "greedy")
+    return ", ".join(words)
 
 
 def continuous_time(seconds: Floats) -> Floats:
@@ -197,7 +243,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _is_span(row: dict[str, Any]) -> bool:
-    if not {"actor", "kind", "start", "end"} <= row.keys():
+    if not {"actor", "kind", "start", "end"} <= row.keys() or not row["kind"]:
         return False
     start, end = _float(row["start"]), _float(row["end"])
     return math.isfinite(start) and math.isfinite(end) and end >= start

@@ -72,7 +72,7 @@ def _png(figure: Figure) -> bytes:
 
 def _reward_handles(run: Run, ink: Ink) -> list[Line2D]:
     handles = [Line2D([], [], color=ink["s1"], linewidth=1.8, label="training batch")]
-    if run.metrics.has("eval/reward"):
+    if len(run.evaluations):
         handles.append(Line2D([], [], color=ink["s2"], marker="o", markersize=4.5, label="held-out"))
     return handles
 

@@ -55,7 +55,7 @@ def draw_scatter(axes: Axes, run: Run, cloud: Cloud, fit: PowerLawFit | None, in
     h = np.clip(cloud.entropy, FLOOR_H, None)
     d = np.clip(np.abs(cloud.delta), FLOOR_DELTA, None)
     high_h, high_d = max(float(h.max()) * 1.3, 4.0), max(float(d.max()) * 1.5, 4.0)
-    _hexagons(axes, np.log10(h), np.log10(d), ink)
+    _hexagons(axes, np.log10(h), np.log10(d), (np.log10(FLOOR_H), np.log10(high_h)), ink)
     _thresholds(axes, run, high_h, ink)
     if fit is not None:
         usable = (fit.bins.count > 0) & (fit.bins.entropy > FLOOR_H) & (fit.bins.delta_squared > 0)
@@ -75,10 +75,19 @@ def _panel(run: Run, index: int, suffix: str, ink: Ink) -> Panel:
     cloud = token_cloud(run)
     if not len(cloud.delta):
         return empty(name, title, _why_empty(run, cloud))
-    fit = fit_power_law(cloud.delta, cloud.entropy)
+    fit = _fit(cloud)
     figure: Figure = new_figure(470, 350)
     draw_scatter(figure.add_subplot(), run, _subsample(cloud), fit, ink)
     return drawn(name, title, _sentence(cloud, fit), figure, _legend(run, fit), wide=True, table=_table(run))
+
+
+def _fit(cloud: Cloud) -> PowerLawFit | None:
+    """The power law, where entropies differ enough to tell one: a factor of ten between the outer bins."""
+    fit = fit_power_law(cloud.delta, cloud.entropy)
+    if fit is None:
+        return None
+    means = fit.bins.entropy[(fit.bins.count > 0) & (fit.bins.entropy > 0)]
+    return fit if means.max() > 10 * means.min() else None
 
 
 def _why_empty(run: Run, cloud: Cloud) -> str:
@@ -96,10 +105,11 @@ def _subsample(cloud: Cloud) -> Cloud:
     return Cloud(cloud.delta[chosen], cloud.entropy[chosen], cloud.stored)
 
 
-def _hexagons(axes: Axes, x: Floats, y: Floats, ink: Ink) -> None:
+def _hexagons(axes: Axes, x: Floats, y: Floats, reach: tuple[float, float], ink: Ink) -> None:
     """Hexagons of one color whose opacity is the logarithm of their count: one path a level, whatever the tokens."""
     scratch = Figure().add_subplot()
-    cells = scratch.hexbin(x, y, gridsize=(46, 27), mincnt=1)
+    extent = (*reach, float(np.log10(FLOOR_DELTA)), max(float(y.max()), 0.6))
+    cells = scratch.hexbin(x, y, gridsize=(46, 27), mincnt=1, extent=extent)
     centers, counts = np.asarray(cells.get_offsets()), np.asarray(cells.get_array(), np.float64)
     corners = np.asarray(cells.get_paths()[0].vertices, np.float64)[:6]
     level = np.floor(np.log1p(counts) / np.log1p(counts.max()) * (LEVELS - 1e-9)).astype(int)
@@ -141,7 +151,8 @@ def _legend(run: Run, fit: PowerLawFit | None) -> list[Entry]:
 def _sentence(cloud: Cloud, fit: PowerLawFit | None) -> str:
     known = f"{len(cloud.delta):,} stored tokens"
     if fit is None:
-        return f"What lies above the curve is what ESTR drops; {known}, too few different entropies for a fit."
+        alike = f"the entropies of these {known} are too alike to fit how δ grows with H"
+        return f"What lies above the curve is what ESTR drops; {alike}."
     return (
         "What lies above the curve is what ESTR drops, fixed thresholds cut straight across: over "
         f"{known} E[δ²] grows as H to the power {number(fit.exponent, 2)} (in proportion it would be 1; "

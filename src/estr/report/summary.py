@@ -30,7 +30,8 @@ def summary(runs: Sequence[Run]) -> list[Fact]:
         Fact("mode", [_mode(run) for run in runs]),
         Fact("seed", [_plain(run.setting("run", "seed")) for run in runs]),
         Fact("optimizer steps", [_steps(run) for run in runs]),
-        Fact("held-out reward, final", [score(run.metrics.last("eval/reward")) for run in runs]),
+        Fact("held-out reward, first", [_held_out(run, 0) for run in runs]),
+        Fact("held-out reward, final", [_held_out(run, -1) for run in runs], _decoding(runs)),
         Fact("held-out reward, best", [_best(run) for run in runs]),
         Fact("training reward, last tenth", [score(_recent_reward(run)) for run in runs]),
         Fact("tokens trained", [number(run.metrics.total("tokens/action")) for run in runs], "action tokens"),
@@ -91,12 +92,20 @@ def _steps(run: Run) -> str:
     return f"{taken:,} of {planned:,} (unfinished)" if finished(run) is False else f"{taken:,}"
 
 
+def _held_out(run: Run, index: int) -> str:
+    found = run.evaluations
+    return f"{score(float(found.reward[index]))} at step {found.step[index]:,.0f}" if len(found) else "no evaluation"
+
+
 def _best(run: Run) -> str:
-    steps, values = finite_points(run.metrics["step"], run.metrics["eval/reward"])
-    if not len(values):
-        return "no evaluation"
-    best = int(np.argmax(values))
-    return f"{score(float(values[best]))} at step {number(float(steps[best]))}"
+    found = run.evaluations
+    return _held_out(run, int(np.argmax(found.reward))) if len(found) else "–"
+
+
+def _decoding(runs: Sequence[Run]) -> str:
+    """How held-out problems were decoded, where all runs did it alike."""
+    ways = {run.evaluations.decoding for run in runs}
+    return ways.pop() if len(ways) == 1 else ""
 
 
 def _recent_reward(run: Run) -> float | None:

@@ -76,7 +76,8 @@ def draw_whole(axes: Axes, timeline: Timeline, ink: Ink) -> bool:
                 _bars(axes, start / unit, end / unit, lane, ink[COLORS[kind]], kind)
         else:
             _stack(axes, timeline, actor, lane, unit, ink)
-    _lanes(axes, actors, ink, (0, timeline.seconds / unit), "minutes" if unit == 60 else "seconds")
+    limits = (timeline.begin / unit, timeline.seconds / unit)
+    _lanes(axes, actors, ink, limits, f"{'minutes' if unit == 60 else 'seconds'} since the start of the run")
     return exact
 
 
@@ -107,19 +108,29 @@ def overlap_share(timeline: Timeline) -> float | None:
 
 
 def middle_window(timeline: Timeline) -> tuple[float, float]:
-    """A window around the middle of the run, about four training steps long, without an evaluation if it can be."""
+    """About four training steps (seconds) near the middle of the run: the place with the most training and the least
+    evaluation and checkpointing, of equals the nearest to the middle."""
+    begin, finish = timeline.begin, timeline.seconds
     start, _ = timeline.of("learner", "train")
-    period = float(np.median(np.diff(np.sort(start)))) if len(start) > 2 else timeline.seconds / 4
-    length = min(max(4.2 * period, 0.5), max(timeline.seconds, 1e-3))
-    length = min(length, max(_crowded(timeline, length), 1e-3))
-    middle = (float(np.median(start)) if len(start) else timeline.seconds / 2) - length / 2
-    pauses = _every(timeline, "evaluate"), _every(timeline, "checkpoint")
-    for shift in (0.0, *(sign * step for step in np.arange(0.5, 12, 0.5) for sign in (1, -1))):
-        low = min(max(middle + shift * length, 0.0), max(timeline.seconds - length, 0.0))
-        if not any(((s < low + length) & (e > low)).any() for s, e in pauses):
-            return low, low + length
-    low = min(max(middle, 0.0), max(timeline.seconds - length, 0.0))
+    period = float(np.median(np.diff(np.sort(start)))) if len(start) > 2 else (finish - begin) / 4
+    length = min(max(4.2 * period, 0.5), _uncrowded(timeline), max(finish - begin, 1e-3))
+    middle = (float(np.median(start)) if len(start) else (begin + finish) / 2) - length / 2
+    shifts = sorted(np.arange(-12, 12.5, 0.5), key=abs)
+    places = [min(max(middle + shift * length, begin), max(finish - length, begin)) for shift in shifts]
+    low = max(places, key=lambda place: _interest(timeline, place, place + length))
     return low, low + length
+
+
+def _interest(timeline: Timeline, low: float, high: float) -> float:
+    """Share of a window with training, less that with evaluation and checkpoints; in steps of a tenth, so that small
+    differences do not draw the window away from the middle."""
+    trained = _overlap(*timeline.of("learner", "train"), low, high)
+    paused = sum(_overlap(*_every(timeline, kind), low, high) for kind in ("evaluate", "checkpoint"))
+    return round(10 * (trained - paused) / max(high - low, 1e-9))
+
+
+def _overlap(start: Floats, end: Floats, low: float, high: float) -> float:
+    return float(np.maximum(np.minimum(end, high) - np.maximum(start, low), 0).sum())
 
 
 def _run_panels(run: Run, index: int, suffix: str, ink: Ink) -> list[Panel]:
@@ -199,7 +210,7 @@ def _bars(axes: Axes, start: Floats, end: Floats, lane: int, color: str, kind: s
 def _stack(axes: Axes, timeline: Timeline, actor: str, lane: int, unit: float, ink: Ink) -> None:
     """One lane as a stack of shares; a slice holds several training steps, or it would beat against their rhythm."""
     steps = len(timeline.of("learner", "train")[0])
-    edges = np.linspace(0, timeline.seconds, int(np.clip(steps // 4, 24, MOST_SLICES)) + 1)
+    edges = np.linspace(timeline.begin, timeline.seconds, int(np.clip(steps // 4, 24, MOST_SLICES)) + 1)
     level = np.full(len(edges) - 1, lane - LANE / 2)
     for kind in KINDS:
         share = busy_share(*timeline.of(actor, kind), edges) * LANE
@@ -234,10 +245,9 @@ def _every(timeline: Timeline, kind: str) -> tuple[Floats, Floats]:
     return timeline.start[chosen], timeline.end[chosen]
 
 
-def _crowded(timeline: Timeline, length: float) -> float:
-    """The window shrunk where it would hold more spans than a drawing can show."""
-    density = len(timeline) / max(timeline.seconds, 1e-9)
-    return WINDOW_SPANS / density if density * length > WINDOW_SPANS else length
+def _uncrowded(timeline: Timeline) -> float:
+    """The longest window (seconds) that holds no more spans than a drawing can show."""
+    return max(WINDOW_SPANS * (timeline.seconds - timeline.begin) / max(len(timeline), 1), 1e-3)
 
 
 def _union(start: Floats, end: Floats) -> tuple[Floats, Floats]:

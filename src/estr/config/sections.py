@@ -60,8 +60,31 @@ class RolloutConfig(Section):
     engine: Literal["local", "vllm"] = Field("local", description="What generates.")
     group_size: int = Field(8, ge=1, description="Trajectories of one prompt.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass; below 1 is refused in training (FAULTS A3).")
-    top_k: int = Field(0, ge=0, description="Most likely tokens kept; above 0 is refused in training (FAULTS A3).")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus: mass of the most likely tokens kept, after top_k.")
+    top_k: int = Field(0, ge=0, description="Most likely tokens kept; 0: all.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Tokens less likely than this times the likeliest are left out.")
+    max_support: int = Field(
+        4096, ge=1, description="Most tokens kept by top_p and min_p where top_k is 0: what is recorded stays bounded."
+    )
+    sampler: Literal["standard", "cuts", "mixed_cuts"] = Field(
+        "standard",
+        description="cuts: uniform over the few likely tokens (arXiv 2604.18493); mixed_cuts: in the second half of "
+        "each group.",
+    )
+    cuts_k: int = Field(5, ge=1, description="CUTS: most likely tokens considered.")
+    cuts_delta: float = Field(0.03, ge=0, le=1, description="CUTS: least probability at temperature 1 of a kept token.")
+    cuts_warm: int = Field(5, ge=0, description="CUTS: first tokens of a turn that are sampled as usual.")
+    cuts_empty: Literal["uniform", "argmax"] = Field(
+        "uniform", description="CUTS where no token reaches cuts_delta: uniform over cuts_k, or the most likely one."
+    )
+    cuts_logprob: Literal["proposal", "policy"] = Field(
+        "proposal",
+        description="CUTS: record log μ, H and support of what sampled, or log μ and H of the policy before CUTS (the "
+        "paper's uncorrected ratio).",
+    )
+    topk_logprobs: int = Field(
+        0, ge=0, description="Most likely tokens whose log μ is recorded, for recipes that need it; 0: none."
+    )
     max_new_tokens: int = Field(64, ge=1, description="Action tokens of one assistant turn.")
     max_turns: int = Field(6, ge=1, description="Assistant turns of one trajectory.")
     max_context: int = Field(0, ge=0, description="Tokens of one row; 0: what prompt, turns and model allow.")
@@ -71,6 +94,15 @@ class RolloutConfig(Section):
         -1, ge=-1, description="Further rows that keep the cache of waiting trajectories; -1: as slots."
     )
     kv: Literal["keep", "recompute"] = Field("keep", description="Cached keys and values after a weight update.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top_p, top_k or min_p leave tokens out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def explores(self, sibling: int) -> bool:
+        """Whether CUTS samples this sibling of a group."""
+        return self.sampler == "cuts" or (self.sampler == "mixed_cuts" and 2 * sibling >= self.group_size)
 
 
 class ScheduleConfig(Section):
@@ -113,7 +145,7 @@ class LearnerConfig(Section):
     prompts_per_step: int = Field(8, ge=1, description="Groups of one rollout batch.")
     minibatches: int = Field(1, ge=1, description="Optimizer steps one rollout batch is split into.")
     epochs: int = Field(1, ge=1, description="Passes over one rollout batch.")
-    tokens_per_microbatch: int = Field(8192, ge=1, description="Tokens of one forward pass.")
+    tokens_per_microbatch: int = Field(2048, ge=1, description="Tokens of one forward pass.")
     max_grad_norm: float = Field(1.0, ge=0, description="Gradient norm above which gradients are scaled; 0: never.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Autocast type; master weights stay float32.")
     truncated: Literal["keep", "mask", "penalize"] = Field("keep", description="What trains of cut-off trajectories.")

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from estr.engines.cache import SlotCache
 from estr.engines.rows import RowStore
-from estr.engines.sampler import sample, uniforms
+from estr.engines.sampler import Sampled, sample, uniforms
+from estr.engines.samplers import Sampler, Standard, draw
 from estr.engines.weights import EngineWeights
 from estr.models.forward import base_model, head_of, prepare_model
 from estr.models.stops import StopTexts
@@ -69,6 +70,7 @@ class _Start:
     limit: int
     rule: VersionRule | None = None
     actions: int = 0
+    explore: bool = False
 
 
 @dataclass
@@ -81,6 +83,8 @@ class EngineSettings:
     max_context: int = 1024
     prefill_tokens: int = 8192  # padded tokens prefilled between two decode steps
     end_ids: Sequence[int] = field(default_factory=tuple)
+    sampler: Sampler | None = None  # None: temperature alone; unused at temperature 0
+    topk: int = 0  # most likely tokens recorded with their log μ; 0 or more
 
 
 class LocalEngine:
@@ -93,6 +97,7 @@ class LocalEngine:
         prepare_model(model)
         self._decoder, self._head = base_model(model).get_decoder(), head_of(model)
         self._stops = stops
+        self._sampler = _needed_sampler(settings)
         vocabulary = self._head.weight.shape[0]
         self._end = torch.zeros(vocabulary, dtype=torch.bool)
         self._end[[i for i in settings.end_ids if 0 <= i < vocabulary]] = True
@@ -134,12 +139,22 @@ class LocalEngine:
 
     # ------------------------------------------------------------------ conversations
 
-    def start(self, key: str, tokens: Sequence[int], *, seed: int, limit: int, rule: VersionRule | None = None) -> None:
-        """Begin a conversation whose prompt is ``tokens``; its first turn has at most ``limit`` tokens."""
+    def start(
+        self,
+        key: str,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        limit: int,
+        rule: VersionRule | None = None,
+        explore: bool = False,
+    ) -> None:
+        """Begin a conversation whose prompt is ``tokens``; its first turn has at most ``limit`` tokens. ``explore``: an
+        exploring sampler (CUTS) treats this row."""
         if key in self._rows or any(start.key == key for start in self._queue):
             raise ValueError(f"the engine already runs {key!r}")
         self._check_room(len(tokens))
-        self._queue.append(_Start(key, tokens, seed, limit, rule))
+        self._queue.append(_Start(key, tokens, seed, limit, rule, explore=explore))
 
     def extend(self, key: str, tokens: Sequence[int], *, seed: int, limit: int) -> bool:
         """Append text that the policy did not sample to a parked conversation and let it act again; False, with
@@ -216,6 +231,7 @@ class LocalEngine:
             self._reserve(len(start.tokens) + 1)
             self._store.clear(index)
             self._store.append(index, start.tokens)
+            self._store.explore[index] = start.explore
             self._begin_turn(row, start.seed, start.limit)
 
     def _pending_groups(self) -> list[list[_Row]]:
@@ -309,7 +325,8 @@ class LocalEngine:
         """Hidden states [n, Q, D]; padding queries (``real`` False) attend to column 0 and write to scratch."""
         self._cache.target(rows, positions, width)
         reach = positions if real is None else torch.where(real, positions, 0)
-        mask = torch.arange(width) <= reach[:, :, None]
+        hidden_keys = torch.arange(width) > reach[:, :, None]
+        mask = torch.zeros(hidden_keys.shape, dtype=self._head.weight.dtype).masked_fill_(hidden_keys, float("-inf"))
         output = self._decoder(
             input_ids=tokens,
             position_ids=reach,
@@ -325,8 +342,7 @@ class LocalEngine:
         store = self._store
         length = store.length[index]
         turn = store.turn_start[index]
-        uniform = store.uniform[index, length - turn]
-        sampled = sample(self._head.logits(hidden), self.settings.temperature, uniform)
+        sampled = self._sample(index, self._head.logits(hidden), length - turn)
         self._reserve(int(length.max()) + 1)
         store.put(index, length, sampled, self.weights.active)
         self.counters.sampled_tokens += len(rows)
@@ -339,6 +355,12 @@ class LocalEngine:
             if row.state == "pending":
                 self._join_front(row)
         return ended
+
+    def _sample(self, index: Tensor, logits: Tensor, position: Tensor) -> Sampled:
+        uniform = self._store.uniform[index, position]
+        if self._sampler is None:
+            return sample(logits, self.settings.temperature, uniform)
+        return draw(self._sampler, logits, position, self._store.explore[index], uniform, self.settings.topk)
 
     def _ended(self, row: _Row) -> Turn | None:
         store = self._store
@@ -429,3 +451,13 @@ class LocalEngine:
         logprob = torch.log_softmax(logits.float(), -1)
         picked: np.ndarray = logprob.gather(-1, ids[0, 1:, None])[:, 0].numpy()
         return picked
+
+
+def _needed_sampler(settings: EngineSettings) -> Sampler | None:
+    """The sampler, or None where temperature alone does the same and nothing more is recorded."""
+    if settings.temperature == 0:
+        return None
+    sampler = settings.sampler or Standard(settings.temperature)
+    if sampler.temperature != settings.temperature:
+        raise ValueError(f"the sampler's temperature {sampler.temperature} is not the engine's {settings.temperature}")
+    return None if sampler.plain and not settings.topk else sampler

@@ -124,7 +124,7 @@ def test_double_stays_and_integers_become_float32():
 def test_only_the_policy_carries_a_graph():
     live = torch.full((3,), -1.0, requires_grad=True)
     names = ("logprob", "behavior_logprob", "advantage", "entropy", "proximal_logprob")
-    batch = make(**{name: live * 1 for name in names})
+    batch = make(**dict.fromkeys(names, live * 1))
     assert batch.logprob.requires_grad
     assert batch.entropy.requires_grad
     assert not batch.behavior_logprob.requires_grad

@@ -42,7 +42,7 @@ class Context:
         self.valid = _valid(batch, needed)
         self.clipped: Tensor | None = None
         self.segment: Tensor | None = None
-        self.segments = 0
+        self.kinds = 1
         self.undecided: Tensor | None = None
         self._cache: dict[str, Tensor] = {}
         self._graph = torch.is_grad_enabled()
@@ -112,13 +112,14 @@ class Context:
     def split(self, kind: Tensor, kinds: int) -> None:
         """Divides each sequence into segments by ``kind``, int64 [N] in 0..kinds-1."""
         self.segment = self.sequence * kinds + kind
-        self.segments = self.sequences * kinds
+        self.kinds = kinds
 
     def segment_mean(self, values: Tensor) -> Tensor:
         """Mean of [N] over the valid tokens of each token's segment, handed back: [N]."""
         assert self.segment is not None
-        total = segment_sum(self.safe(values), self.segment, self.segments)
-        count = segment_sum(self.valid.to(self.dtype), self.segment, self.segments)
+        size = self.sequences * self.kinds
+        total = segment_sum(self.safe(values), self.segment, size)
+        count = segment_sum(self.valid.to(self.dtype), self.segment, size)
         return (total / count.clamp(min=1))[self.segment]
 
     def anchor_entropy(self) -> Tensor:

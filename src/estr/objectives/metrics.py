@@ -37,21 +37,22 @@ def measure(context: Context, keep: Tensor, loss: Tensor) -> Tensor:
     change = bounded.expm1()
     deviation = change.abs().sum()
     invalid = context.tokens - context.valid.sum()
-    counted = (context.tokens - invalid).clamp(min=1)
-    total = max(context.tokens, 1)
     zero = delta.new_zeros(())
-    values = (
+    sums = (
         loss.detach(),
-        change.sub_(bounded).sum() / counted,
-        deviation / counted,
-        delta.abs().sum() / counted,
-        (context.tokens - keep.sum()) / total,
-        zero if context.undecided is None else context.undecided.sum() / total,
-        zero if context.clipped is None else (context.clipped & keep).sum() / total,
+        change.sub_(bounded).sum(),
+        deviation,
+        delta.abs().sum(),
+        context.tokens - keep.sum(),
+        zero if context.undecided is None else context.undecided.sum(),
+        zero if context.clipped is None else (context.clipped & keep).sum(),
         zero + context.tokens,
         invalid,
     )
-    return torch.stack([value.to(torch.float64) for value in values]).nan_to_num()
+    values = torch.stack([value.to(torch.float64) for value in sums])
+    values[1:4] /= (context.tokens - invalid).clamp(min=1)
+    values[4:7] /= max(context.tokens, 1)
+    return values.nan_to_num()
 
 
 def merge_metrics(parts: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -102,9 +103,9 @@ class Objective:
     def statistics(self, batches: TokenBatch | Iterable[TokenBatch]) -> Statistics:
         """What the recipe needs of the whole optimizer batch: quantiles, means, thresholds, kept counts; no graph."""
         parts = [batches] if isinstance(batches, TokenBatch) else list(batches)
-        context = self._context(TokenBatch.concatenate([part.detach() for part in parts]), None)
+        context = self._context(TokenBatch.concatenate([part.detach() for part in parts]), torch.Generator())
         measured = self._measured(context, None)
-        keep, _ = self._masks(context, measured)
+        keep, _ = self._masks(context, tuple(map(copy, measured)))  # a draw is left to the first call
         sequences = (context.sequence_sum(keep.to(context.dtype)) > 0).sum()
         return Statistics(self.name, measured, keep.sum(), sequences)
 

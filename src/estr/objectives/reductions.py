@@ -59,6 +59,6 @@ def _segment_share(context: Context, keep: Tensor, mode: str) -> Tensor:
     """1 / (tokens of the segment * segments of its sequence) for each token, [N]."""
     assert context.segment is not None
     counted = torch.ones_like(context.advantage) if mode == "all" else keep.to(context.dtype)
-    sizes = segment_sum(counted, context.segment, context.segments)
-    present = (sizes > 0).to(context.dtype).view(context.sequences, -1).sum(-1)
+    sizes = segment_sum(counted, context.segment, context.sequences * context.kinds)
+    present = (sizes > 0).to(context.dtype).view(context.sequences, context.kinds).sum(-1)
     return 1 / (sizes.clamp(min=1)[context.segment] * present.clamp(min=1)[context.sequence])

@@ -164,10 +164,10 @@ class ProcessPool:
         return [worker.process.pid or 0 for worker in self._workers]
 
     def publish(self, version: int, tensors: Mapping[str, Tensor], canary: Canary) -> None:
-        for worker in self._workers:
-            if not worker.process.is_alive():
-                self._publisher.forget_reader(worker.index)
-        self._publisher.publish(version, tensors, canary)
+        self._publisher.publish(version, tensors, canary, gone=self._dead)
+
+    def _dead(self) -> list[int]:
+        return [worker.index for worker in self._workers if not worker.process.is_alive()]
 
     def submit(self, jobs: Sequence[Job]) -> None:
         for job in jobs:

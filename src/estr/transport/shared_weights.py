@@ -15,7 +15,7 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,18 +130,25 @@ class WeightPublisher:
         self._mapped.words[:] = _NOBODY
 
     def publish(
-        self, version: int, tensors: Mapping[str, Tensor], canary: NDArray[np.float32], *, timeout: float = 60.0
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        canary: NDArray[np.float32],
+        *,
+        timeout: float = 60.0,
+        gone: Callable[[], Iterable[int]] = tuple,
     ) -> int:
         """Copy ``tensors`` into the free buffer and make them the latest; returns the bytes copied.
 
-        Waits until every reader has left that buffer; raises RunError naming the readers that did not in time.
+        Waits until every reader has left that buffer, or is among those that ``gone`` (asked while waiting) says have
+        died; raises RunError naming the readers that did not in time.
         """
         if odd := sorted(set(tensors) ^ {entry.name for entry in self._mapped.entries}):
             raise ValueError(f"published weights differ from the agreed names in {odd[0]!r}")
         words = self._mapped.words
         buffer = 1 - int(words[_LATEST_BUFFER]) if words[_LATEST_BUFFER] != _NOBODY else 0
         words[_BUFFER_VERSION + buffer] = _NOBODY
-        self._wait_until_left(buffer, timeout)
+        self._wait_until_left(buffer, timeout, gone)
         with torch.no_grad():
             for name, view in self._mapped.tensors(buffer).items():
                 view.copy_(tensors[name])
@@ -151,10 +158,12 @@ class WeightPublisher:
         words[_LATEST_BUFFER] = buffer
         return self._mapped.size
 
-    def _wait_until_left(self, buffer: int, timeout: float) -> None:
+    def _wait_until_left(self, buffer: int, timeout: float, gone: Callable[[], Iterable[int]]) -> None:
         words = self._mapped.words[_READERS : _READERS + self._readers]
         deadline = time.monotonic() + timeout
         while (words == buffer).any():
+            for reader in gone():
+                self.forget_reader(reader)
             if time.monotonic() > deadline:
                 names = ", ".join(str(i) for i in np.flatnonzero(words == buffer))
                 raise RunError(f"engine {names} has not taken the latest weights for {timeout:.0f} s; is it alive?")
@@ -167,8 +176,9 @@ class WeightPublisher:
     def close(self) -> None:
         """Remove the file; readers that still map it keep their view until they end."""
         self.path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
+        if self._file >= 0:
             os.close(self._file)
+            self._file = -1
 
 
 @dataclass(frozen=True)

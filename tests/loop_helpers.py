@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
+import torch
+from torch import Tensor
 
 from estr.cli.main import main
 from estr.config import Config
@@ -198,3 +200,40 @@ def snapshot(directory: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
     }
+
+
+def plain_model(path: Path, weights: Mapping[str, Tensor]) -> Any:
+    """The model of a directory by the library's own means (eager attention), with other weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model.eval()
+
+
+def replay(models: Mapping[int, Any], row: Any, temperature: float = 1.0) -> list[Tensor]:
+    """log μ over the vocabulary [V] at each action of a row, teacher-forced under kv = "keep": the keys and values of
+    position p are computed under the version that samples the next action after p, and never again."""
+    from transformers import DynamicCache
+
+    cache, distributions, start = DynamicCache(), [], 0
+    ids = torch.as_tensor(np.asarray(row.tokens)).long()
+    with torch.no_grad():
+        for at in np.flatnonzero(np.asarray(row.action)).tolist():
+            model = models[int(row.version[at])]
+            logits = model(ids[None, start:at], cache=cache, use_cache=True).logits[0, -1]
+            distributions.append(torch.log_softmax(logits.float() / temperature, -1))
+            start = at
+    return distributions
+
+
+def assert_replays(models: Mapping[int, Any], row: Any, tolerance: float = 1e-4) -> None:
+    """Stored log μ and H equal those of the replay."""
+    at = np.flatnonzero(np.asarray(row.action))
+    distributions = replay(models, row)
+    logprob = [float(d[int(token)]) for d, token in zip(distributions, np.asarray(row.tokens)[at], strict=True)]
+    entropy = [float(torch.special.entr(d.exp()).sum()) for d in distributions]
+    np.testing.assert_allclose(np.asarray(row.logprob)[at], logprob, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(row.entropy)[at], entropy, atol=tolerance)

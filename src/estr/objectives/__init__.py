@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from estr.objectives import gates, surrogates, weights
 from estr.objectives.composition import Composition, Gate, Recipe, Surrogate, Weight
 from estr.objectives.context import Context
 from estr.objectives.kl import kl_penalty, reference_kl
@@ -18,10 +19,13 @@ __all__ = [
     "Statistics",
     "Surrogate",
     "Weight",
+    "gates",
     "kl_penalty",
     "merge_metrics",
     "objective",
     "recipes",
     "reference_kl",
     "register",
+    "surrogates",
+    "weights",
 ]

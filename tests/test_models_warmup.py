@@ -14,10 +14,10 @@ from estr.models import builtin, warmup
 from estr.models.builtin import new_model, resolve_model
 from estr.models.load import load_model
 from estr.models.tokenizer import builtin_tokenizer
-from estr.models.warmup import Row, WarmupConfig, demonstration_rows, learning_rate, row_loss, warm_up
+from estr.models.warmup import Row, WarmupConfig, demonstration_rows, rate_share, row_loss, warm_up
 
 TOKENIZER = builtin_tokenizer()
-SHORT = WarmupConfig(steps=6, tokens=400, learning_rate=5e-3)
+SHORT = WarmupConfig(steps=6, tokens=400)
 
 
 class Finite(CalculatorTask):
@@ -96,8 +96,8 @@ def test_loss_is_the_mean_over_actions_of_plain_cross_entropy():
 
 
 def test_learning_rate_by_hand():
-    config = WarmupConfig(steps=110, learning_rate=1.0, warmup=1 / 11, floor=0.1)
-    rates = [learning_rate(config, step) for step in (0, 9, 10, 60, 110)]
+    config = WarmupConfig(steps=110, warmup=1 / 11, floor=0.1)
+    rates = [rate_share(config, step) for step in (0, 9, 10, 60, 110)]
     assert rates == pytest.approx([0.1, 1.0, 1.0, 0.1 + 0.9 / 2, 0.1])
 
 

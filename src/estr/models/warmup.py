@@ -27,6 +27,7 @@ from estr.environments.base import Message, Task
 from estr.errors import UsageError
 from estr.models.conversation import Conversation
 from estr.models.forward import head_of, packed_hidden, prepare_model
+from estr.models.muon import Muon
 from estr.models.tokenizer import CONTEXT
 from estr.trajectory import derive_seed
 
@@ -38,14 +39,17 @@ _STATE = "state.safetensors"
 
 @dataclass(frozen=True)
 class WarmupConfig:
-    """AdamW on ``steps`` batches of about ``tokens`` tokens: linear warm-up, then cosine to ``floor`` of the peak."""
+    """``steps`` batches of about ``tokens`` tokens under a rate that rises linearly, then falls as a cosine to
+    ``floor`` of the peak. Muon for the matrices inside, at ``learning_rate``; AdamW for embeddings and vectors."""
 
     steps: int
-    tokens: int = 4096
-    learning_rate: float = 4e-3
+    tokens: int = 2048
+    learning_rate: float = 0.02
     warmup: float = 0.05
     floor: float = 0.02
+    momentum: float = 0.95
     weight_decay: float = 0.05
+    embedding_learning_rate: float = 4e-3
     beta1: float = 0.9
     beta2: float = 0.98
     max_grad_norm: float = 1.0
@@ -71,8 +75,9 @@ def warm_up(
 ) -> float:
     """Train ``model`` (float32) in place on one thread; the mean loss of the last tenth of the steps.
 
-    Checkpoints go to ``workplace`` every ``checkpoint_seconds`` (`CHECKPOINT_SECONDS`); a later call with the same arguments goes on from
-    there. ``progress`` None reports on stderr. Raises `UsageError` where the task has no demonstrations.
+    Checkpoints go to ``workplace`` every ``checkpoint_seconds`` (`CHECKPOINT_SECONDS`); a later call with the same
+    arguments goes on from there. ``progress`` None reports on stderr. Raises `UsageError` where the task has no
+    demonstrations.
     """
     prepare_model(model)
     run = _Run(model, config, workplace)
@@ -151,19 +156,14 @@ def _next_batch(
 
 
 class _Run:
-    """Model, optimizer and place in the stream of demonstrations; everything that a checkpoint holds."""
+    """Model, optimizers and place in the stream of demonstrations; everything that a checkpoint holds."""
 
     def __init__(self, model: nn.Module, config: WarmupConfig, workplace: Path) -> None:
         self._model = model
         self._config = config
         self._path = workplace / _STATE
-        self._names = dict(model.named_parameters())
-        decayed = [p for p in self._names.values() if p.dim() >= 2]
-        others = [p for p in self._names.values() if p.dim() < 2]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            betas=(config.beta1, config.beta2),
-        )
+        self._parameters = dict(model.named_parameters())
+        self._optimizers = _optimizers(model, config)
         self.step = 0
         self.consumed = 0
         self.losses: list[float] = []
@@ -171,29 +171,32 @@ class _Run:
 
     def train(self, rows: Sequence[Row], used: int) -> None:
         """One optimizer step on ``rows``, which took ``used`` demonstrations."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._config, self.step)
+        self._model.zero_grad(set_to_none=True)
         loss = row_loss(self._model, rows)
-        self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(self._names.values(), self._config.max_grad_norm)
-        self._optimizer.step()
+        nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm)
+        share = rate_share(self._config, self.step)
+        for optimizer, peak in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = share * peak
+            optimizer.step()
         self.step += 1
         self.consumed += used
         self.losses.append(float(loss.detach()))
 
     def save(self) -> None:
         """Write everything to one file that appears whole, by rename."""
-        tensors = {f"model.{name}": p.detach().contiguous() for name, p in self._names.items()}
-        for name, p in self._names.items():
-            tensors |= {f"adam.{key}.{name}": value for key, value in self._optimizer.state[p].items()}
+        names: dict[Tensor, str] = {p: name for name, p in self._parameters.items()}
+        tensors = {f"weight/{name}": p.detach().contiguous() for name, p in self._parameters.items()}
+        for optimizer, _ in self._optimizers:
+            for p, state in optimizer.state.items():
+                tensors |= {f"{key}/{names[p]}": value for key, value in state.items()}
         state = {"step": self.step, "consumed": self.consumed, "losses": self.losses, "config": asdict(self._config)}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         staging = self._path.with_suffix(".writing")
         save_file(tensors, staging, metadata={"state": json.dumps(state)})
         staging.replace(self._path)
 
-    @torch.no_grad()
     def _restore(self) -> None:
         """Go on from the checkpoint, if there is one of the same warm-up."""
         try:
@@ -201,13 +204,32 @@ class _Run:
                 state = json.loads(file.metadata()["state"])
                 if state["config"] != asdict(self._config):
                     return
-                for name, p in self._names.items():
-                    p.copy_(file.get_tensor(f"model.{name}"))
-                    keys = ("step", "exp_avg", "exp_avg_sq")
-                    self._optimizer.state[p] = {key: file.get_tensor(f"adam.{key}.{name}") for key in keys}
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except (FileNotFoundError, SafetensorError):
             return
+        owner = {p: optimizer for optimizer, _ in self._optimizers for g in optimizer.param_groups for p in g["params"]}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            p = self._parameters[name]
+            if kind == "weight":
+                p.data.copy_(tensor)
+            else:
+                owner[p].state[p][kind] = tensor
         self.step, self.consumed, self.losses = state["step"], state["consumed"], state["losses"]
+
+
+def _optimizers(model: nn.Module, config: WarmupConfig) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for the matrices between embedding and head, AdamW for the rest; each with its peak learning rate."""
+    outer = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings())}  # type: ignore[operator]
+    inner = [p for p in model.parameters() if p.dim() == 2 and id(p) not in outer]
+    rest = [p for p in model.parameters() if p.dim() != 2 or id(p) in outer]
+    return [
+        (Muon(inner, momentum=config.momentum, weight_decay=config.weight_decay), config.learning_rate),
+        (
+            torch.optim.AdamW(rest, betas=(config.beta1, config.beta2), weight_decay=0.0),
+            config.embedding_learning_rate,
+        ),
+    ]
 
 
 def row_loss(model: nn.Module, rows: Sequence[Row]) -> Tensor:
@@ -222,13 +244,13 @@ def row_loss(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     return -logprob.mean()
 
 
-def learning_rate(config: WarmupConfig, step: int) -> float:
-    """The rate of the step after ``step`` steps: linear to the peak over ``warmup``, then cosine to the floor."""
+def rate_share(config: WarmupConfig, step: int) -> float:
+    """What the step after ``step`` steps gets of the peak: a linear rise over ``warmup``, a cosine to ``floor``."""
     rise = max(1, round(config.warmup * config.steps))
     if step < rise:
-        return config.learning_rate * (step + 1) / rise
+        return (step + 1) / rise
     share = (step - rise) / max(1, config.steps - rise)
-    return config.learning_rate * (config.floor + (1 - config.floor) * (1 + math.cos(math.pi * share)) / 2)
+    return config.floor + (1 - config.floor) * (1 + math.cos(math.pi * share)) / 2
 
 
 @contextmanager

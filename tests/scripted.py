@@ -25,7 +25,9 @@ class ScriptedEngine:
         self.version = 0
         self.max_context = 10_000
 
-    def start(self, key: str, tokens: Sequence[int], *, seed: int, limit: int, rule: Any = None) -> None:
+    def start(
+        self, key: str, tokens: Sequence[int], *, seed: int, limit: int, rule: Any = None, explore: bool = False
+    ) -> None:
         if len(tokens) >= self.max_context:
             raise ValueError(f"a prompt of {len(tokens)} tokens leaves no room in a context of {self.max_context}")
         self._rows[key] = [(token, False) for token in tokens]

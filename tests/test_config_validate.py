@@ -2,8 +2,9 @@
 
 import pytest
 
+from estr.config import RolloutConfig
 from estr.config.load import load_config
-from estr.config.validate import validate_config
+from estr.config.validate import check_sampling, validate_config
 from estr.errors import UsageError
 
 
@@ -15,11 +16,36 @@ def test_defaults_are_valid_and_silent():
     assert validate() == []
 
 
-@pytest.mark.parametrize("key", ["top_p=0.9", "top_k=50"])
-def test_fault_A3_truncated_sampling_is_refused_in_training_only(key):
-    with pytest.raises(UsageError, match=key.split("=")[0]):
-        validate(f"rollout.{key}")
-    assert validate(f"rollout.{key}", training=False) == []
+TRUNCATED = {"top_p": 0.9, "top_k": 50, "min_p": 0.1}
+
+
+@pytest.mark.parametrize("key", TRUNCATED)
+def test_fault_A3_truncated_sampling_is_refused_where_the_support_is_not_recorded(key):
+    assert validate(f"rollout.{key}={TRUNCATED[key]}") == []
+    with pytest.raises(UsageError, match=rf"rollout.{key} = .* does not record which tokens were kept"):
+        check_sampling(RolloutConfig(engine="vllm", **{key: TRUNCATED[key]}))
+
+
+@pytest.mark.parametrize("sampler", ["cuts", "mixed_cuts"])
+@pytest.mark.parametrize("key", TRUNCATED)
+def test_cuts_does_not_go_with_truncated_sampling(sampler, key):
+    with pytest.raises(UsageError, match=f"rollout.{key} = .* does not go with rollout.sampler"):
+        validate(f"rollout.sampler={sampler}", f"rollout.{key}={TRUNCATED[key]}")
+    assert validate(f"rollout.sampler={sampler}") == []
+
+
+@pytest.mark.parametrize("changes", [{"sampler": "cuts"}, {"topk_logprobs": 8}])
+def test_what_only_the_local_engine_records_is_refused_elsewhere(changes):
+    check_sampling(RolloutConfig(**changes))
+    with pytest.raises(UsageError, match=f"rollout.{next(iter(changes))} = .* needs rollout.engine"):
+        check_sampling(RolloutConfig(engine="vllm", **changes))
+
+
+@pytest.mark.parametrize("recipe", ["pdm", "score_centering"])
+def test_recipes_on_the_likely_tokens_need_them_recorded(recipe):
+    with pytest.raises(UsageError, match=r"topk_logprobs = 0; set it to"):
+        validate(f"objective.recipe={recipe}")
+    assert validate(f"objective.recipe={recipe}", "rollout.topk_logprobs=16") == []
 
 
 @pytest.mark.parametrize(
@@ -29,6 +55,7 @@ def test_fault_A3_truncated_sampling_is_refused_in_training_only(key):
         (["learner.minibatches=4", "learner.epochs=2", "schedule.max_staleness=6"], "set it to 7 or more"),
         (["schedule.mode=lockstep", "runtime.engines=2"], "engines = 2 is refused in lockstep"),
         (["rollout.engine=vllm"], "not built yet"),
+        (["rollout.group_size=1", "rollout.sampler=mixed_cuts"], r"splits each group .* rollout.group_size is 1"),
         (["runtime.kind=ray"], "not built yet"),
         (["rollout.dtype=int9"], "int2 to int8"),
         (["rollout.dtype=int1"], "int2 to int8"),

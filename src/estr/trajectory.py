@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,11 +13,51 @@ FINISH_REASONS = ("stop", "length", "turns", "error")
 
 
 @dataclass
+class Support:
+    """Which token ids the sampler could have drawn at each of A action tokens, ragged.
+
+    Action token i was drawn from ``ids[offsets[i] : offsets[i + 1]]``; an empty span stands for the whole vocabulary.
+    """
+
+    ids: NDArray[np.int32]  # [M]
+    offsets: NDArray[np.int64]  # [A + 1], from 0 to M
+
+    def __post_init__(self) -> None:
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.ids) or (np.diff(self.offsets) < 0).any():
+            raise ValueError(f"a support's offsets must rise from 0 to {len(self.ids)}, the number of its ids")
+
+    @classmethod
+    def of(cls, parts: Sequence[NDArray[np.int32]]) -> Support:
+        """The support whose spans are ``parts``, one per action token."""
+        sizes = np.array([len(part) for part in parts], np.int64)
+        return cls(np.concatenate([np.zeros(0, np.int32), *parts]), np.concatenate([[0], sizes.cumsum()]))
+
+    @classmethod
+    def join(cls, supports: Iterable[Support | None], counts: Iterable[int]) -> Support | None:
+        """Supports of several rows with ``counts`` action tokens one after the other; None where all are None."""
+        pairs = list(zip(supports, counts, strict=True))
+        if all(support is None for support, _ in pairs):
+            return None
+        ids = [support.ids for support, _ in pairs if support is not None]
+        sizes = [np.zeros(count, np.int64) if s is None else np.diff(s.offsets) for s, count in pairs]
+        return cls(np.concatenate(ids), np.concatenate([[0], np.concatenate(sizes).cumsum()]))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        """The ids of one action token."""
+        return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+
+@dataclass
 class Segment:
     """One row of tokens exactly as the model read it: prompt, actions and tool text, L tokens in all.
 
     ``logprob`` (log μ of the sampled token), ``entropy`` (H of μ in nats) and ``version`` belong to the token at the
-    same index; where ``action`` is False they are NaN, NaN and -1.
+    same index; where ``action`` is False they are NaN, NaN and -1. The optional columns belong to the A action tokens
+    in order: ``support``, where the sampler drew from less than the whole vocabulary, and the K most likely ids of μ
+    with their log μ (-inf outside the support).
     """
 
     tokens: NDArray[np.int32]  # [L]
@@ -24,11 +65,23 @@ class Segment:
     logprob: NDArray[np.float32]  # [L]
     entropy: NDArray[np.float32]  # [L]
     version: NDArray[np.int32]  # [L]
+    support: Support | None = None  # None: the whole vocabulary everywhere
+    topk_ids: NDArray[np.int32] | None = None  # [A, K], most likely first
+    topk_logprob: NDArray[np.float32] | None = None  # [A, K]
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.action), len(self.logprob), len(self.entropy), len(self.version)}
         if len(lengths) != 1:
             raise ValueError(f"a segment's columns must have one length, got {sorted(lengths)}")
+        if self.support is None and self.topk_ids is None and self.topk_logprob is None:
+            return
+        if (self.topk_ids is None) != (self.topk_logprob is None):
+            raise ValueError("a segment has topk_ids if and only if it has topk_logprob")
+        optional = [x for x in (self.support, self.topk_ids, self.topk_logprob) if x is not None]
+        if {len(x) for x in optional} != {self.action_count}:
+            raise ValueError(
+                f"a segment's support and top-k must have {self.action_count} entries, one per action token"
+            )
 
     @property
     def action_count(self) -> int:

@@ -9,6 +9,9 @@ from estr.errors import UsageError, nearest
 
 _DTYPES = ("float32", "bfloat16", *(f"int{bits}" for bits in range(8, 1, -1)))
 
+_RECORDING = ("local",)  # engines that record the support and the most likely tokens
+_TOPK = frozenset({"topk_ids", "behavior_topk_logprob", "topk_logprob"})
+
 
 def validate_config(config: Config, *, training: bool = True) -> list[str]:
     """Warnings about ``config``; with ``training`` False only what concerns generating and scoring is checked.
@@ -20,7 +23,8 @@ def validate_config(config: Config, *, training: bool = True) -> list[str]:
     check_rollout_dtype(config.rollout)
     if not training:
         return []
-    _check_sampling(config.rollout)
+    check_sampling(config.rollout)
+    _check_recorded(config)
     _check_batch(config)
     _check_schedule(config)
     return [*_group_warnings(config), *_inert_warnings(config)]
@@ -47,17 +51,49 @@ def _check_built(config: Config) -> None:
         raise UsageError(f'runtime.kind = "{config.runtime.kind}" is not built yet; use "local"')
 
 
-def _check_sampling(rollout: RolloutConfig) -> None:
-    """FAULTS A3: μ would be normalized over the kept tokens, π over the whole vocabulary."""
-    if rollout.top_p < 1:
+def check_sampling(rollout: RolloutConfig) -> None:
+    """Refuse samplers whose settings contradict each other or whose distribution the engine cannot record.
+
+    Where tokens are left out, the learner has to normalize over the same ones (FAULTS A3).
+    """
+    cuts = rollout.sampler != "standard"
+    for key, default in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+        value = getattr(rollout, key)
+        if value == default:
+            continue
+        if cuts:
+            raise UsageError(
+                f'rollout.{key} = {value:g} does not go with rollout.sampler = "{rollout.sampler}", which chooses its '
+                f"own tokens; use {key} = {default}"
+            )
+        if rollout.engine not in _RECORDING:
+            raise UsageError(
+                f'rollout.{key} = {value:g} is refused in training with rollout.engine = "{rollout.engine}": it does '
+                "not record which tokens were kept, so the learner would normalize over others and every ratio would "
+                f"be wrong; use {key} = {default}"
+            )
+    if rollout.engine not in _RECORDING and (cuts or rollout.topk_logprobs):
+        key = "sampler" if cuts else "topk_logprobs"
         raise UsageError(
-            f"rollout.top_p = {rollout.top_p:g} is refused in training: the learner normalizes over the whole "
-            "vocabulary, so every ratio would be wrong; use top_p = 1"
+            f'rollout.{key} = {getattr(rollout, key)!r} needs rollout.engine = "local", got "{rollout.engine}"'
         )
-    if rollout.top_k > 0:
+    if rollout.sampler == "mixed_cuts" and rollout.group_size < 2:
         raise UsageError(
-            f"rollout.top_k = {rollout.top_k} is refused in training: the learner normalizes over the whole "
-            "vocabulary, so every ratio would be wrong; use top_k = 0"
+            'rollout.sampler = "mixed_cuts" splits each group between two samplers, but rollout.group_size is 1; '
+            'raise it to 2 or more, or use "cuts"'
+        )
+
+
+def _check_recorded(config: Config) -> None:
+    """Refuse a recipe that reads the sampler's most likely tokens where the engine does not record them."""
+    from estr.objectives import objective
+
+    section = config.objective
+    needs = objective(section.recipe, **section.hyperparameters()).needs
+    if config.rollout.topk_logprobs == 0 and not needs.isdisjoint(_TOPK):
+        raise UsageError(
+            f"objective.recipe: the recipe {section.recipe!r} reads the most likely tokens of the sampler, which are "
+            "not recorded with rollout.topk_logprobs = 0; set it to their number, for instance 128"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -10,14 +11,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from estr.engines.sampler import Sampled
-from estr.trajectory import Segment
+from estr.trajectory import Segment, Support
+
+
+@dataclass
+class Extra:
+    """What a sampler records of a row's action tokens beside log μ and H, one array a token; all empty where nothing is
+    asked for."""
+
+    support: list[NDArray[np.int32]] = field(default_factory=list)
+    topk_ids: list[NDArray[np.int32]] = field(default_factory=list)
+    topk_logprob: list[NDArray[np.float32]] = field(default_factory=list)
+
+    def columns(self) -> dict[str, Support | NDArray[np.int32] | NDArray[np.float32]]:
+        """The optional columns of a Segment."""
+        found: dict[str, Support | NDArray[np.int32] | NDArray[np.float32]] = {}
+        if any(len(ids) for ids in self.support):
+            found["support"] = Support.of(self.support)
+        if self.topk_ids:
+            found |= {"topk_ids": np.stack(self.topk_ids), "topk_logprob": np.stack(self.topk_logprob)}
+        return found
 
 
 class RowStore:
     """Tokens, log μ, H, versions of every row, [rows, columns]; lengths and the running turn's limits, [rows]."""
 
     _WIDE = ("tokens", "action", "logprob", "entropy", "version", "uniform")
-    _NARROW = ("length", "cached", "turn_start", "limit")
+    _NARROW = ("length", "cached", "turn_start", "limit", "explore")
 
     def __init__(self, rows: int, columns: int) -> None:
         nan = float("nan")
@@ -31,6 +51,8 @@ class RowStore:
         self.cached = torch.zeros(rows, dtype=torch.int64)  # positions whose keys and values are in the cache
         self.turn_start = torch.zeros(rows, dtype=torch.int64)
         self.limit = torch.zeros(rows, dtype=torch.int64)
+        self.explore = torch.zeros(rows, dtype=torch.bool)
+        self._extra = [Extra() for _ in range(rows)]
 
     def clear(self, row: int) -> None:
         self.action[row] = False
@@ -39,6 +61,7 @@ class RowStore:
         self.version[row] = -1
         self.length[row] = 0
         self.cached[row] = 0
+        self._extra[row] = Extra()
 
     def append(self, row: int, tokens: Sequence[int]) -> None:
         """Append tokens that the policy did not sample."""
@@ -61,6 +84,18 @@ class RowStore:
         self.entropy[rows, positions] = sampled.entropy
         self.version[rows, positions] = version
         self.length[rows] = positions + 1
+        if sampled.support is not None or sampled.topk is not None:
+            self._put_extra(rows.tolist(), sampled)
+
+    def _put_extra(self, rows: list[int], sampled: Sampled) -> None:
+        if sampled.support is not None:
+            ids, sizes = sampled.support
+            for row, part in zip(rows, ids.split(sizes.tolist()), strict=True):
+                self._extra[row].support.append(part.numpy().copy())
+        if sampled.topk is not None:
+            for row, ids, logprob in zip(rows, *sampled.topk, strict=True):
+                self._extra[row].topk_ids.append(ids.numpy().copy())
+                self._extra[row].topk_logprob.append(logprob.numpy().copy())
 
     def row_tokens(self, row: int) -> NDArray[np.int64]:
         tokens: NDArray[np.int64] = self.tokens[row, : int(self.length[row])].numpy()
@@ -75,6 +110,7 @@ class RowStore:
             logprob=self.logprob[row, span].numpy().copy(),
             entropy=self.entropy[row, span].numpy().copy(),
             version=self.version[row, span].numpy().copy(),
+            **self._extra[row].columns(),  # type: ignore[arg-type]
         )
 
     def swap(self, a: int, b: int) -> None:
@@ -83,6 +119,7 @@ class RowStore:
             held = store[a].clone()
             store[a] = store[b]
             store[b] = held
+        self._extra[a], self._extra[b] = self._extra[b], self._extra[a]
 
     def grow(self, columns: int) -> None:
         """Widen every [rows, columns] tensor, keeping what is there."""

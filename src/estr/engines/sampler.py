@@ -13,7 +13,9 @@ from torch import Tensor
 class Sampled(NamedTuple):
     token: Tensor  # int64 [n]
     logprob: Tensor  # float32 [n], log μ of the token
-    entropy: Tensor  # float32 [n], H of μ in nats, full support
+    entropy: Tensor  # float32 [n], H of μ in nats, over exactly its support
+    support: tuple[Tensor, Tensor] | None = None  # ids int32 [M] and their number by row int64 [n], 0: all of them
+    topk: tuple[Tensor, Tensor] | None = None  # ids int32 [n, K] and log μ float32 [n, K], most likely first
 
 
 def sample(logits: Tensor, temperature: float, uniform: Tensor) -> Sampled:
@@ -30,11 +32,16 @@ def sample(logits: Tensor, temperature: float, uniform: Tensor) -> Sampled:
         return Sampled(token, zero, zero.clone())
     logprob = torch.log_softmax(logits.float() / temperature, dim=-1)
     probability = logprob.exp()
-    entropy = torch.special.entr(probability).sum(-1)
+    token = invert(probability, uniform)
+    return Sampled(token, logprob.gather(-1, token[:, None])[:, 0], torch.special.entr(probability).sum(-1))
+
+
+def invert(probability: Tensor, uniform: Tensor) -> Tensor:
+    """The token [n] at which the cumulative sum of ``probability`` [n, V] passes ``uniform`` [n] of its total."""
     cumulative = probability.double().cumsum(-1)
     threshold = uniform * cumulative[:, -1]
-    token = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
-    return Sampled(token, logprob.gather(-1, token[:, None])[:, 0], entropy)
+    last = probability.shape[-1] - 1
+    return torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0].clamp_(max=last)
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float64]:

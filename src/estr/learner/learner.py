@@ -41,6 +41,7 @@ _RECORDED = {
     "group",
     "reward",
 }
+_TOPK = {"topk_ids", "behavior_topk_logprob", "topk_logprob"}
 
 
 class Learner:
@@ -283,7 +284,8 @@ def _methods(config: Config) -> tuple[Objective, AdvantageEstimator]:
         estimator = advantage(section.advantage, **section.advantage_options)
     except ValueError as error:
         raise UsageError(f"[objective] {error}") from None
-    absent = sorted(chosen.needs - _RECORDED)
+    recorded = _RECORDED | (_TOPK if config.rollout.topk_logprobs else set())
+    absent = sorted(chosen.needs - recorded)
     if absent:
         raise UsageError(
             f"objective.recipe: the recipe {section.recipe!r} needs {', '.join(absent)}, which rollouts do not record; "

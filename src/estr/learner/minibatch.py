@@ -10,6 +10,7 @@ from torch import Tensor
 from estr.batch import TokenBatch
 from estr.learner.packing import Columns, MicroBatch, pack, unpack
 from estr.learner.rollouts import ByTrajectory, Rollouts
+from estr.models.head import HeadValues
 from estr.trajectory import Trajectory
 
 
@@ -56,25 +57,26 @@ class Minibatch:
     def token_batch(
         self,
         microbatch: MicroBatch,
-        logprob: Tensor,
-        entropy: Tensor,
+        now: HeadValues,
         advantage: Tensor,
         target_version: int,
         fresh: bool = False,
     ) -> TokenBatch:
-        """What the objective sees of one micro-batch. ``fresh``: the weights are still those of q, so q is π itself."""
+        """What the objective sees of one micro-batch, whose values under π are ``now``. ``fresh``: the weights are
+        still those of q, so q is π itself."""
         rollouts = self.rollouts
         chosen = torch.tensor([self.learning[unit] for unit in microbatch.units], dtype=torch.int64)
-        device = logprob.device
+        device = now.logprob.device
+        topk = now.other_logprob is not None
         proximal: Tensor | None
         proximal_entropy: Tensor | None
         if fresh:
-            proximal, proximal_entropy = logprob.detach(), entropy.detach()
+            proximal, proximal_entropy = now.logprob.detach(), now.entropy.detach()
         else:
             proximal = self._gather(microbatch, rollouts.proximal_logprob)
             proximal_entropy = self._gather(microbatch, rollouts.proximal_entropy)
         return TokenBatch(
-            logprob=logprob,
+            logprob=now.logprob,
             behavior_logprob=microbatch.behavior_logprob,
             advantage=advantage,
             sequence=microbatch.sequence,
@@ -83,11 +85,14 @@ class Minibatch:
             proximal_logprob=proximal,
             proximal_entropy=proximal_entropy,
             reference_logprob=self._gather(microbatch, rollouts.reference_logprob),
-            entropy=entropy,
+            entropy=now.entropy,
             version=microbatch.version,
             target_version=target_version,
             group=rollouts.group[chosen].to(device),
             reward=rollouts.reward[chosen].to(device),
+            topk_ids=microbatch.topk_ids if topk else None,
+            behavior_topk_logprob=microbatch.topk_logprob if topk else None,
+            topk_logprob=now.other_logprob,
         )
 
     def by_trajectory(self, *series: list[Tensor]) -> list[ByTrajectory]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from estr.errors import RunError
-from estr.trajectory import Segment
+from estr.models.ragged import Ragged
+from estr.trajectory import Segment, Support
 
 Unit = Sequence[Segment]
 Columns = list[list[NDArray[np.float32]]]
@@ -37,6 +39,9 @@ class MicroBatch:
     version: Tensor  # int64 [N]
     units: tuple[int, ...]  # index of each unit in the list that was packed
     rows: tuple[tuple[int, int, int], ...]  # (unit, segment, action tokens) of each row, in order
+    support: Ragged | None = None  # the ids each action token was drawn from, where they are not the whole vocabulary
+    topk_ids: Tensor | None = None  # int64 [N, K], the sampler's most likely tokens, where all rows have them
+    topk_logprob: Tensor | None = None  # float32 [N, K], log μ of those
 
     @property
     def position_ids(self) -> Tensor:
@@ -46,7 +51,7 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on ``device``."""
-        names = (name for name, value in vars(self).items() if isinstance(value, Tensor))
+        names = (name for name, value in vars(self).items() if isinstance(value, Tensor | Ragged))
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def gather(self, columns: Sequence[Sequence[NDArray[np.float32]]]) -> Tensor:
@@ -113,7 +118,22 @@ def _microbatch(units: Sequence[Unit], members: list[int]) -> MicroBatch:
         version=_long(version),
         units=tuple(members),
         rows=tuple(rows),
+        **_optional([units[unit][place] for unit, place, _ in rows]),
     )
+
+
+def _optional(segments: list[Segment]) -> dict[str, Any]:
+    """The optional columns of the rows of a micro-batch."""
+    columns: dict[str, Any] = {}
+    support = Support.join((row.support for row in segments), (row.action_count for row in segments))
+    if support is not None:
+        columns["support"] = Ragged(_long(support.ids), torch.from_numpy(support.offsets))
+    ids = [row.topk_ids for row in segments if row.topk_ids is not None]
+    if ids and len(ids) == len(segments):
+        logprobs = [row.topk_logprob for row in segments if row.topk_logprob is not None]
+        columns["topk_ids"] = _long(np.concatenate(ids))
+        columns["topk_logprob"] = torch.from_numpy(np.concatenate(logprobs).astype(np.float32))
+    return columns
 
 
 def _long(values: NDArray[np.generic]) -> Tensor:

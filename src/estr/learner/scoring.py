@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from estr.learner.packing import MicroBatch, Unit, pack, unpack
 from estr.models.forward import head_of, packed_hidden
-from estr.models.head import linear_polarity
+from estr.models.head import HeadValues, linear_polarity
 from estr.trajectory import Segment
 
 
@@ -20,10 +20,29 @@ def logprob_entropy(
 ) -> tuple[Tensor, Tensor]:
     """log π ``[N]`` of the action tokens and the entropy ``[N]`` of π in nats, float32, with graph.
 
-    The head runs on the predicting positions alone. Both come from one distribution: that after ``temperature``.
+    The head runs on the predicting positions alone. Both come from one distribution: that after ``temperature``,
+    restricted to the support the token was drawn from, where that is recorded.
     """
+    found = values(model, microbatch, temperature, autocast)
+    return found.logprob, found.entropy
+
+
+def values(
+    model: nn.Module,
+    microbatch: MicroBatch,
+    temperature: float,
+    autocast: torch.dtype | None = None,
+    topk: bool = False,
+) -> HeadValues:
+    """What :func:`logprob_entropy` gives, and with ``topk`` log π ``[N, K]`` of the sampler's most likely tokens."""
     hidden = packed_hidden(model, microbatch.tokens, microbatch.cu_seqlens, autocast)
-    return head_of(model).logprob_entropy(hidden.index_select(0, microbatch.predict), microbatch.target, temperature)
+    return head_of(model).values(
+        hidden.index_select(0, microbatch.predict),
+        microbatch.target,
+        temperature,
+        support=microbatch.support,
+        others=microbatch.topk_ids if topk else None,
+    )
 
 
 def score(
@@ -59,7 +78,7 @@ def polarities(
     result = []
     for m in microbatches:
         hidden = packed_hidden(model, m.tokens, m.cu_seqlens, autocast).index_select(0, m.predict)
-        result.append(linear_polarity(hidden, head_of(model), temperature))
+        result.append(linear_polarity(hidden, head_of(model), temperature, support=m.support))
     return result
 
 

@@ -14,11 +14,9 @@ from estr.learner.extensions import Extensions, Prepared
 from estr.learner.kl import reference_kl
 from estr.learner.minibatch import Minibatch
 from estr.learner.packing import MicroBatch
-from estr.learner.scoring import logprob_entropy, polarities, score_microbatches
+from estr.learner.scoring import polarities, values
+from estr.models.head import HeadValues
 from estr.objectives import Objective, Statistics, merge_metrics
-
-Values = tuple[Tensor, Tensor]
-"""log π [N] and entropy [N] of one micro-batch."""
 
 
 @dataclass
@@ -71,29 +69,31 @@ class Gradient:
         statistics = self._statistics(step, passes, prepared)
         seen, parts = Seen(metrics=dict(prepared.metrics)), []
         for i, microbatch in enumerate(minibatch.microbatches):
-            logprob, entropy = passes[0] if len(minibatch.microbatches) == 1 else self._forward(microbatch)
-            batch = step.token_batch(i, logprob, entropy, prepared.advantages[i])
-            generator = torch.Generator(logprob.device).manual_seed(seed)
+            now = passes[0] if len(minibatch.microbatches) == 1 else self._forward(microbatch)
+            batch = step.token_batch(i, now, prepared.advantages[i])
+            generator = torch.Generator(now.logprob.device).manual_seed(seed)
             output = self.objective(batch, minibatch.token_count, minibatch.sequence_count, statistics, generator)
             loss, terms = self._with_terms(output.loss, batch, prepared, i, minibatch.token_count)
             loss.backward()
             parts.append((output.metrics, batch.tokens))
-            seen.add(logprob, entropy, prepared.advantages[i], float(loss.detach()), terms)
+            seen.add(now.logprob, now.entropy, prepared.advantages[i], float(loss.detach()), terms)
         seen.metrics |= merge_metrics(parts) | {"loss": seen.loss}
         return seen
 
-    def _forward(self, microbatch: MicroBatch) -> Values:
-        return logprob_entropy(self.model, microbatch, self.temperature, self.autocast)
+    def _forward(self, microbatch: MicroBatch) -> HeadValues:
+        topk = "topk_logprob" in self.objective.uses
+        return values(self.model, microbatch, self.temperature, self.autocast, topk)
 
-    def _first_pass(self, minibatch: Minibatch) -> list[Values]:
+    def _first_pass(self, minibatch: Minibatch) -> list[HeadValues]:
         """Values of the whole minibatch where they are needed before the loss; one micro-batch keeps its graph."""
         if len(minibatch.microbatches) == 1:
             return [self._forward(minibatch.microbatches[0])]
         if not (self.needs_statistics or self.extensions.need_values):
             return []
-        return list(score_microbatches(self.model, minibatch.microbatches, self.temperature, self.autocast))
+        with torch.no_grad():
+            return [self._forward(microbatch) for microbatch in minibatch.microbatches]
 
-    def _prepare(self, step: _Step, passes: list[Values]) -> Prepared:
+    def _prepare(self, step: _Step, passes: list[HeadValues]) -> Prepared:
         advantages = step.minibatch.advantages()
         if not self.extensions.need_values:
             return Prepared(advantages, None, {})
@@ -102,7 +102,7 @@ class Gradient:
             polarity = polarities(self.model, step.minibatch.microbatches, self.temperature, self.autocast)
         return self.extensions.prepare(step.token_batches(passes, advantages), polarity)
 
-    def _statistics(self, step: _Step, passes: list[Values], prepared: Prepared) -> Statistics | None:
+    def _statistics(self, step: _Step, passes: list[HeadValues], prepared: Prepared) -> Statistics | None:
         if len(passes) < 2 or not self.needs_statistics:
             return None
         return self.objective.statistics(step.token_batches(passes, prepared.advantages))
@@ -129,9 +129,9 @@ class _Step:
     target_version: int
     fresh: bool
 
-    def token_batch(self, place: int, logprob: Tensor, entropy: Tensor, advantage: Tensor) -> TokenBatch:
+    def token_batch(self, place: int, now: HeadValues, advantage: Tensor) -> TokenBatch:
         microbatch = self.minibatch.microbatches[place]
-        return self.minibatch.token_batch(microbatch, logprob, entropy, advantage, self.target_version, self.fresh)
+        return self.minibatch.token_batch(microbatch, now, advantage, self.target_version, self.fresh)
 
-    def token_batches(self, passes: list[Values], advantages: list[Tensor]) -> list[TokenBatch]:
-        return [self.token_batch(i, *values, advantages[i]).detach() for i, values in enumerate(passes)]
+    def token_batches(self, passes: list[HeadValues], advantages: list[Tensor]) -> list[TokenBatch]:
+        return [self.token_batch(i, now, advantages[i]).detach() for i, now in enumerate(passes)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from estr.config import Config
+from estr.config import Config, RolloutConfig
 from estr.engines.local import EngineSettings, LocalEngine
+from estr.engines.samplers import Sampler, samplers
 from estr.environments.base import Task
 from estr.environments.registry import make_task
 from estr.models.conversation import chat_format
@@ -37,21 +38,38 @@ def build_rollout_worker(
     dtype: str | None = None,
     wait_for_tools: bool = True,
 ) -> RolloutWorker:
-    """Episodes on a local engine around ``model``; the engine has no weights until it is given some."""
-    rollout = config.rollout
+    """Episodes on a local engine around ``model``; the engine has no weights until it is given some.
+
+    With a ``temperature`` of its own it is for evaluation: tokens are left out as in training, but nothing explores and
+    no top-k is recorded.
+    """
+    rollout, evaluation = config.rollout, temperature is not None
     stops = tuple(getattr(task.environment(), "stop", ()))
+    heat = rollout.temperature if temperature is None else temperature
     settings = EngineSettings(
         slots=rollout.slots,
         parked=rollout.slots if rollout.parked < 0 else rollout.parked,
-        temperature=rollout.temperature if temperature is None else temperature,
+        temperature=heat,
         dtype=dtype or rollout.dtype,
         kv=rollout.kv,
         max_context=context_length(config, model),
         end_ids=tuple(sorted(chat_format(tokenizer).end_ids)),
+        sampler=build_sampler(rollout, "standard" if evaluation else rollout.sampler, heat) if heat > 0 else None,
+        topk=0 if evaluation else rollout.topk_logprobs,
     )
     engine = LocalEngine(model, settings, StopTexts(tokenizer, stops) if stops else None)
     limits = EpisodeLimits(rollout.max_new_tokens, rollout.max_turns, config.task.tool_timeout)
     return RolloutWorker(engine, task, tokenizer, limits, wait_for_tools=wait_for_tools)
+
+
+def build_sampler(rollout: RolloutConfig, name: str, temperature: float) -> Sampler:
+    """The sampler ``name`` with its settings from the configuration."""
+    if name == "standard":
+        options = {name: getattr(rollout, name) for name in ("top_k", "top_p", "min_p", "max_support")}
+    else:
+        options = {name: getattr(rollout, f"cuts_{name}") for name in ("k", "delta", "warm", "empty")}
+        options["record"] = rollout.cuts_logprob
+    return samplers.make(name, {"temperature": temperature, **options})
 
 
 def canary_tokens(vocabulary: int) -> list[int]:

@@ -34,6 +34,7 @@ class Job:
     run_seed: int
     min_version: int = 0  # the first token is sampled under this version or a newer one
     window: VersionWindow | None = None
+    explore: bool = False  # an exploring sampler (CUTS) treats it
 
     @property
     def key(self) -> str:

@@ -147,6 +147,7 @@ class RolloutWorker:
                 seed=self._turn_seed(episode),
                 limit=self.limits.max_new_tokens,
                 rule=job.window,
+                explore=job.explore,
             )
         except (EstrError, ValueError) as error:
             self._fail(episode, str(error), final=True)

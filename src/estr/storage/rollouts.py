@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ State = Literal["trained", "finished", "dropped"]
 EntropyKind = Literal["exact", "bounded", "proxy"]
 
 _FLOATS, _INTS = pa.list_(pa.float32()), pa.list_(pa.int32())
+_OPTIONAL = {"support": pa.list_(_INTS), "topk_ids": pa.list_(_INTS), "topk_logprob": pa.list_(_FLOATS)}
 
 SCHEMA = pa.schema(
     [
@@ -36,6 +37,9 @@ SCHEMA = pa.schema(
         pa.field("temperature", pa.float64(), nullable=False),
         pa.field("top_p", pa.float64(), nullable=False),
         pa.field("top_k", pa.int32(), nullable=False),
+        pa.field("min_p", pa.float64(), nullable=False),
+        pa.field("sampler", pa.string(), nullable=False),  # "standard" or "cuts", by sibling
+        *(pa.field(name, kind) for name, kind in _OPTIONAL.items()),  # one entry a token, null where it has none
         pa.field("learner_logprob", _FLOATS),
         pa.field("learner_entropy", _FLOATS),
         pa.field("proximal_logprob", _FLOATS),
@@ -96,7 +100,8 @@ def rows_from(trajectory: Trajectory, settlement: Settlement, rollout: RolloutCo
         ValueError: a learner's column does not have its segment's length.
     """
     segments = trajectory.segments or [_empty_segment()]
-    shared = _trajectory_columns(trajectory) | _settlement_columns(settlement) | _sampling_columns(rollout)
+    shared = _trajectory_columns(trajectory) | _settlement_columns(settlement)
+    shared |= _sampling_columns(rollout, trajectory.sibling)
     return [
         shared
         | _segment_columns(trajectory.trajectory_id, index, segment)
@@ -144,8 +149,14 @@ def _settlement_columns(settlement: Settlement) -> Row:
     }
 
 
-def _sampling_columns(rollout: RolloutConfig) -> Row:
-    return {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+def _sampling_columns(rollout: RolloutConfig, sibling: int) -> Row:
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "min_p": rollout.min_p,
+        "sampler": "cuts" if rollout.explores(sibling) else "standard",
+    }
 
 
 def _segment_columns(trajectory_id: str, index: int, segment: Segment) -> Row:
@@ -158,7 +169,26 @@ def _segment_columns(trajectory_id: str, index: int, segment: Segment) -> Row:
         "logprob": np.asarray(segment.logprob, np.float32),
         "entropy": np.asarray(segment.entropy, np.float32),
         "version": np.asarray(segment.version, np.int32),
+        **_optional_columns(segment),
     }
+
+
+def _optional_columns(segment: Segment) -> Row:
+    """Lists by token: the support (null where it is the whole vocabulary) and the sampler's most likely tokens."""
+    support = segment.support
+    spans = (
+        None
+        if support is None
+        else [ids if len(ids) else None for ids in map(support.__getitem__, range(len(support)))]
+    )
+    values = {"support": spans, "topk_ids": segment.topk_ids, "topk_logprob": segment.topk_logprob}
+    return {name: None if column is None else _by_token(segment, column) for name, column in values.items()}
+
+
+def _by_token(segment: Segment, column: Iterable[NDArray[Any] | None]) -> list[NDArray[Any] | None]:
+    """One entry a token, None where it is no action, from one entry an action token."""
+    given = iter(column)
+    return [next(given) if action else None for action in segment.action.tolist()]
 
 
 def _learner_columns(settlement: Settlement, index: int, length: int) -> Row:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import zlib
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from estr.storage import encoding
-from estr.trajectory import Segment, Trajectory
+from estr.trajectory import Segment, Support, Trajectory
 
 _COLUMNS = {"tokens": "<i4", "action": "|b1", "logprob": "<f4", "entropy": "<f4", "version": "<i4"}
+_OPTIONAL = {"support_ids": "<i4", "support_offsets": "<i8", "topk_ids": "<i4", "topk_logprob": "<f4"}
 _BYTES_PER_TOKEN = sum(np.dtype(kind).itemsize for kind in _COLUMNS.values())
 _MAX_BYTES = 1 << 30  # a payload that unpacks to more is damaged
 _FORMAT = 1
@@ -26,13 +29,26 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         if field.name != "segments"
     }
     lengths = [len(segment.tokens) for segment in trajectory.segments]
-    head = json.dumps(encoding.plain({"format": _FORMAT, "lengths": lengths, "fields": fields}), allow_nan=False)
-    columns = [
-        np.asarray(getattr(segment, name)).astype(kind, copy=False).tobytes()
-        for segment in trajectory.segments
-        for name, kind in _COLUMNS.items()
-    ]
+    optional = [_optional(segment) for segment in trajectory.segments]
+    shapes = [{name: list(array.shape) for name, array in arrays.items()} for arrays in optional]
+    content = {"format": _FORMAT, "lengths": lengths, "fields": fields} | ({"optional": shapes} if any(shapes) else {})
+    head = json.dumps(encoding.plain(content), allow_nan=False)
+    columns = []
+    for segment, arrays in zip(trajectory.segments, optional, strict=True):
+        given = {name: np.asarray(getattr(segment, name)) for name in _COLUMNS} | arrays
+        columns += [array.astype((_COLUMNS | _OPTIONAL)[name], copy=False).tobytes() for name, array in given.items()]
     return zlib.compress(b"\n".join((head.encode("ascii"), b"".join(columns))), level=1)
+
+
+def _optional(segment: Segment) -> dict[str, NDArray[Any]]:
+    """The optional columns that ``segment`` has, as plain arrays."""
+    support, topk_ids, topk_logprob = segment.support, segment.topk_ids, segment.topk_logprob
+    arrays: dict[str, NDArray[Any]] = {}
+    if support is not None:
+        arrays |= {"support_ids": support.ids, "support_offsets": support.offsets}
+    if topk_ids is not None and topk_logprob is not None:
+        arrays |= {"topk_ids": topk_ids, "topk_logprob": topk_logprob}
+    return arrays
 
 
 def decode_trajectory(payload: bytes) -> Trajectory:
@@ -48,9 +64,11 @@ def decode_trajectory(payload: bytes) -> Trajectory:
         lengths = [int(length) for length in head["lengths"]]
         if head["format"] != _FORMAT or min(lengths, default=0) < 0:
             raise ValueError("an unknown format")
-        if len(data) != sum(lengths) * _BYTES_PER_TOKEN:
-            raise ValueError(f"{len(data)} bytes of columns for {sum(lengths)} tokens")
-        return Trajectory(segments=_segments(data, lengths), **fields)
+        shapes = [_shapes(found) for found in head.get("optional", [{}] * len(lengths))]
+        expected = sum(lengths) * _BYTES_PER_TOKEN + sum(map(_bytes, shapes))
+        if len(data) != expected or len(shapes) != len(lengths):
+            raise ValueError(f"{len(data)} bytes of columns where {expected} are expected")
+        return Trajectory(segments=_segments(data, lengths, shapes), **fields)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a stored trajectory is damaged: {error}") from error
 
@@ -70,12 +88,26 @@ def _unpack(payload: bytes) -> tuple[dict[str, Any], bytes]:
     return decoded, data
 
 
-def _segments(data: bytes, lengths: list[int]) -> list[Segment]:
+def _shapes(found: dict[str, list[int]]) -> dict[str, tuple[int, ...]]:
+    shapes = {name: tuple(int(size) for size in found[name]) for name in _OPTIONAL if name in found}
+    if any(size < 0 for shape in shapes.values() for size in shape):
+        raise ValueError("a stored trajectory is damaged: a column has a negative size")
+    return shapes
+
+
+def _bytes(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) * np.dtype(_OPTIONAL[name]).itemsize for name, shape in shapes.items())
+
+
+def _segments(data: bytes, lengths: list[int], shapes: list[dict[str, tuple[int, ...]]]) -> list[Segment]:
     segments, offset = [], 0
-    for length in lengths:
-        columns = {}
-        for name, kind in _COLUMNS.items():
-            columns[name] = np.frombuffer(data, kind, length, offset).copy()
+    for length, optional in zip(lengths, shapes, strict=True):
+        columns: dict[str, Any] = {}
+        for name, shape in {**dict.fromkeys(_COLUMNS, (length,)), **optional}.items():
+            kind = (_COLUMNS | _OPTIONAL)[name]
+            columns[name] = np.frombuffer(data, kind, math.prod(shape), offset).reshape(shape).copy()
             offset += columns[name].nbytes
+        if optional.keys() >= {"support_ids", "support_offsets"}:
+            columns["support"] = Support(columns.pop("support_ids"), columns.pop("support_offsets"))
         segments.append(Segment(**columns))
     return segments

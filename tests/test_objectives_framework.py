@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from estr import TokenBatch, objective, recipes
-from estr.objectives import merge_metrics
+from estr.objectives import Composition, Gate, merge_metrics, register, surrogates
 from estr.objectives.metrics import NAMES
 from objective_fixtures import close, column, everything, f8, token
 
@@ -269,6 +269,28 @@ def test_statistics_have_no_graph_and_take_one_batch(name):
     tensors = [x for part in found.measured if isinstance(part, tuple) for x in part]
     assert not any(x.requires_grad for x in tensors if isinstance(x, torch.Tensor))
     close(o(batch, statistics=found, generator=torch.Generator()).loss, o(batch, generator=torch.Generator()).loss, 12)
+
+
+def test_counts_must_not_be_negative():
+    with pytest.raises(ValueError, match="token_count"):
+        objective("grpo")(f8(), token_count=-1)
+    with pytest.raises(ValueError, match="sequence_count"):
+        objective("gspo")(f8(), sequence_count=-1)
+    assert objective("grpo")(f8(), token_count=16).loss.item() == pytest.approx(0.540132 / 2, abs=1e-6)
+    assert objective("gspo")(f8(), sequence_count=4).loss.item() == pytest.approx(
+        objective("gspo")(f8()).loss.item() / 2
+    )
+
+
+def test_parts_and_compositions_are_checked():
+    with pytest.raises(ValueError, match="edge of 'x'"):
+        Gate("x", "D", "token", lambda c: c.valid)
+    with pytest.raises(ValueError, match="scope of 'x'"):
+        Gate("x", "E", "word", lambda c: c.valid)
+    with pytest.raises(ValueError, match="reduction"):
+        Composition(surrogates.policy_gradient(), reduction="mean")
+    with pytest.raises(ValueError, match="already a recipe named 'grpo'"):
+        register(recipes()["grpo"])
 
 
 def test_statistics_of_another_recipe_are_refused():

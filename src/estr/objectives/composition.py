@@ -13,6 +13,8 @@ from estr.objectives.context import Context
 from estr.objectives.hyperparameters import Parameter, choice
 
 NONE: frozenset[str] = frozenset()
+SCOPES = ("token", "segment", "sequence", "group")
+REDUCTIONS = ("token-mean", "sequence-mean", "sequence-sum", "segment-mean")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,12 @@ class Part:
     needs: frozenset[str] = NONE
     uses: frozenset[str] = NONE
     measure: Callable[[Context], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not set(self.edge) <= set("BUE"):
+            raise ValueError(f"edge of {self.name!r} must be made of the letters B, U, E, got {self.edge!r}")
+        if self.scope not in SCOPES:
+            raise ValueError(f"scope of {self.name!r} must be one of {', '.join(SCOPES)}, got {self.scope!r}")
 
     def __call__(self, context: Context, measured: Any) -> Tensor:
         return self.apply(context) if self.measure is None else self.apply(context, measured)
@@ -68,6 +76,10 @@ class Composition:
     proximal: Callable[[Context], Tensor] | None = None
     proximal_needs: frozenset[str] = NONE
 
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {self.reduction!r}")
+
     @property
     def parts(self) -> tuple[Part, ...]:
         return (*self.gates, *self.weights, self.surrogate)
@@ -98,7 +110,9 @@ class Recipe:
     description: str  # one line
     formula: str
     source: str
-    confidence: str  # "official code", "framework code", "paper", "notes on the paper", "our reading", "from memory"
+    confidence: (
+        str  # "official code", "framework code", "paper", "notes on the paper", "our reading of ...", "from memory"
+    )
     parameters: Mapping[str, Parameter]
     compose: Callable[[SimpleNamespace], Composition]
     denominator: str = "all"

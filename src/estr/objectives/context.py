@@ -189,11 +189,12 @@ def quantile(values: Tensor, q: float) -> Tensor:
     """The q quantile of [n], linear between neighbours (any n; 0 where there are none)."""
     if values.numel() == 0:
         return values.new_zeros(())
-    ordered = values.sort().values
     place = q * (values.numel() - 1)
     below = int(place)
-    above = min(below + 1, values.numel() - 1)
-    return torch.lerp(ordered[below], ordered[above], place - below)
+    lower = values.kthvalue(below + 1).values
+    if below == place:
+        return lower
+    return torch.lerp(lower, values.kthvalue(below + 2).values, place - below)
 
 
 def binary_kl(p: Tensor, r: Tensor) -> Tensor:

@@ -20,6 +20,11 @@ class Denominator:
     kept_tokens: Tensor | None = None
     kept_sequences: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        for name, count in (("token_count", self.tokens), ("sequence_count", self.sequences)):
+            if isinstance(count, int) and count < 0:
+                raise ValueError(f"{name} must not be negative, got {count}")
+
     def token_total(self, keep: Tensor) -> int | Tensor:
         if self.mode == "all":
             return at_least_one(self.tokens)

@@ -117,7 +117,7 @@ RECIPES = (
             "mode": choice("mask", "truncate", "clip"),
             "lower": bound(0.5),
             "upper": number(2.0, 0, open_low=True),
-            "veto": number(1e-4, 0, open_low=True, optional=True),
+            "veto": number(1e-4, 0, optional=True),
             "batch_normalize": flag(True),
             **clip(),
             **dual_clip(None),

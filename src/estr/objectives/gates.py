@@ -22,7 +22,8 @@ def entropy_scaled(tau: float, eps: float, undecided: str) -> Gate:
 
     def passes(squared: Tensor, entropy: Tensor) -> Tensor:
         # multiplied out: an entropy that rounding left slightly negative cannot turn the sign
-        return squared <= (entropy + eps).mul_(tau)
+        scale = entropy + eps
+        return squared <= (scale if tau == 1 else scale.mul_(tau))
 
     def apply(context: Context) -> Tensor:
         squared, batch = context.delta("E").square(), context.batch

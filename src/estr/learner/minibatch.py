@@ -79,6 +79,7 @@ class Minibatch:
             logprob=now.logprob,
             behavior_logprob=microbatch.behavior_logprob,
             advantage=advantage,
+            advantage_scope="token",
             sequence=microbatch.sequence,
             sequences=len(microbatch.units),
             behavior_entropy=microbatch.behavior_entropy,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from estr.config import Config
 from estr.config.load import dump_config, load_config
+from estr.config.methods import families
 from estr.errors import UsageError
 from estr.objectives import recipes
 
@@ -98,7 +99,7 @@ def test_naming_the_same_recipe_again_leaves_nothing_out(write):
 
 def test_advantage_options(write):
     path = write('[objective]\nadvantage = "grpo"\n[objective.advantage_options]\nstd = "none"\n')
-    assert load_config(path).config.objective.advantage_options == {"std": "none"}
+    assert load_config(path).config.objective.advantage_options == {"std": "none", "eps": 1e-6}
     assert "advantage" in refusal(None, ["objective.advantage=grop"])
     assert "did you mean 'std'" in refusal(None, ["objective.advantage_options.stdd=none"])
 
@@ -226,9 +227,15 @@ def configurations(draw):
         fields = section.annotation.model_fields
         chosen = draw(st.lists(st.sampled_from(sorted(fields)), unique=True, max_size=4))
         sections[name] = {key: draw(values_of(fields[key])) for key in chosen if name != "objective"}
+        for key in ("controllers", "controller_options"):
+            sections[name].pop(key, None)
     extra = draw(st.dictionaries(NAMES, PLAIN | st.dictionaries(NAMES, PLAIN, max_size=2), max_size=3))
     sections["task"] = {key: value for key, value in extra.items() if key not in ("name", "path")} | sections["task"]
     sections["objective"] = {"recipe": draw(st.sampled_from(sorted(recipes())))}
+    for family in families():
+        names = st.sampled_from(sorted(family.table()))
+        chosen = draw(st.lists(names, unique=True, max_size=3) if family.several else names)
+        sections[family.section][family.key] = chosen
     return sections
 
 

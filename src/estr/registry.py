@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -60,12 +61,28 @@ class Registry(Generic[T]):
                 raise ValueError(
                     f"{self.kind} {name!r} has no option {option!r}{nearest(option, method.hyperparameters)}"
                 )
+            _check_type(option, options[option], method.hyperparameters[option])
         instance: T = method.build(**options)
         return instance
 
 
 def _defaults(build: type[Any]) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in inspect.signature(build).parameters.items()}
+
+
+def _check_type(option: str, value: Any, default: Any) -> None:
+    """Refuse a value of another kind than the default's; None stands for an optional number."""
+    if isinstance(default, bool):
+        right, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, str):
+        right, wanted = isinstance(value, str), "text"
+    elif isinstance(default, int):
+        right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    else:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        right, wanted = number or (default is None and value is None), "a finite number"
+    if not right:
+        raise ValueError(f"{option} must be {wanted}, not {value!r}")
 
 
 def choose(option: str, value: Any, allowed: tuple[Any, ...]) -> None:

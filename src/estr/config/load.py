@@ -11,6 +11,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from estr.config.methods import resolve_methods
 from estr.config.objective_section import resolve_objective
 from estr.config.sections import Config, Section
 from estr.config.toml import line_of, parse_set, read_toml
@@ -43,6 +44,9 @@ def load_config(path: str | os.PathLike[str] | None, sets: Sequence[str] = ()) -
     merged = {name: _merge(file.get(name, {}), source.sets.get(name, {})) for name in _SECTIONS}
     try:
         merged["objective"], notices = resolve_objective(file.get("objective", {}), source.sets.get("objective", {}))
+        methods = resolve_methods("learner", file.get("learner", {}), source.sets.get("learner", {}))
+        merged["learner"] |= methods.values
+        notices += methods.notices
     except UsageError as error:
         raise UsageError(source.locate(str(error))) from error
     try:
@@ -95,10 +99,10 @@ class _Source:
         return f"{self.name}: " if self.name else ""
 
     def locate(self, sentence: str) -> str:
-        """``sentence`` about the objective, which starts with a key, with the place of that key."""
+        """``sentence``, which starts with a key, with the place of that key."""
         path = tuple(_LEADING_KEY.match(sentence)[0].split("."))  # type: ignore[index]
-        tables = [*_tables(self.file.get("objective")), *_tables(self.sets.get("objective"))]
-        return self.where(path, *(("objective", table, path[-1]) for table in tables)) + sentence
+        tables = [*_tables(self.file.get(path[0])), *_tables(self.sets.get(path[0]))]
+        return self.where(path, *((path[0], table, path[-1]) for table in tables)) + sentence
 
 
 def _has(values: Any, keys: tuple[str, ...]) -> bool:

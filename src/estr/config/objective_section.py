@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from estr.config.methods import resolve_methods
 from estr.config.sections import ObjectiveConfig
 from estr.errors import UsageError, nearest
 
@@ -30,11 +31,11 @@ def resolve_objective(file: Mapping[str, Any], sets: Mapping[str, Any]) -> tuple
         sets: the section as the command line has it, which wins.
 
     Raises:
-        UsageError: an unknown recipe, hyperparameter or value; the sentence names the key and the nearest known one.
+        UsageError: an unknown recipe, method, option or value; the sentence names the key and the nearest known one.
     """
     known = _known_recipes()
     written, given = _split(file, known), _split(sets, known)
-    fixed = _merge_fixed(written.fixed, given.fixed)
+    fixed = {**written.fixed, **given.fixed}
     recipe = fixed.get("recipe", _DEFAULT_RECIPE)
     written_recipe = written.fixed.get("recipe", _DEFAULT_RECIPE)
     _check_recipe(recipe, known)
@@ -54,9 +55,9 @@ def resolve_objective(file: Mapping[str, Any], sets: Mapping[str, Any]) -> tuple
     _check_names(recipe, chosen, known)
     hyperparameters |= chosen
     _check_values(recipe, hyperparameters)
-    _check_advantage(fixed)
+    methods = resolve_methods("objective", written.fixed, given.fixed)
     present = {key: value for key, value in hyperparameters.items() if value is not None}  # TOML has no null
-    return {**fixed, **present}, notices
+    return {**fixed, **methods.values, **present}, notices + methods.notices
 
 
 def _known_recipes() -> dict[str, dict[str, Any]]:
@@ -75,17 +76,9 @@ def _split(section: Mapping[str, Any], known: Mapping[str, Any]) -> _Part:
         elif key in known:
             part.named[key] = value
         else:
-            hint = nearest(key, [*known, "advantage_options"])
+            hint = nearest(key, [*known, *(name for name in _FIXED if name.endswith("_options"))])
             raise UsageError(f"objective.{key} is a table, but there is no recipe of that name{hint}")
     return part
-
-
-def _merge_fixed(file: dict[str, Any], sets: dict[str, Any]) -> dict[str, Any]:
-    merged = {**file, **sets}
-    options = "advantage_options"
-    if isinstance(file.get(options), dict) and isinstance(sets.get(options), dict):
-        merged[options] = {**file[options], **sets[options]}
-    return merged
 
 
 def _merge_file(recipe: str, part: _Part) -> dict[str, Any]:
@@ -121,16 +114,3 @@ def _check_values(recipe: str, hyperparameters: Mapping[str, Any]) -> None:
         objective(recipe, **hyperparameters)
     except (ValueError, TypeError) as error:
         raise UsageError(f"objective.{str(error).removeprefix(f'{recipe}.')}") from error
-
-
-def _check_advantage(fixed: Mapping[str, Any]) -> None:
-    from estr.advantages import advantage
-
-    name = fixed.get("advantage", ObjectiveConfig.model_fields["advantage"].default)
-    options = fixed.get("advantage_options", {})
-    if not isinstance(name, str) or not isinstance(options, dict):
-        return  # said when the section's types are checked
-    try:
-        advantage(name, **options)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"objective.advantage: {error}") from error

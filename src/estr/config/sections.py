@@ -118,13 +118,21 @@ class ScheduleConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """Recipe and advantage; the recipe's hyperparameters stand beside them and are checked by the recipe."""
+    """From rewards to the loss; the recipe's hyperparameters stand beside these keys and are checked by the recipe."""
 
     model_config = ConfigDict(extra="allow", validate_assignment=True)
 
     recipe: str = Field("estr", description="Name of the objective (see `estr recipes`).")
     advantage: str = Field("grpo", description="Name of the advantage estimator.")
     advantage_options: dict[str, Any] = Field(default_factory=dict, description="The estimator's own settings.")
+    reweighting: str = Field("none", description="Rule that changes advantages token by token: stare, papo, gtpo.")
+    reweighting_options: dict[str, Any] = Field(default_factory=dict, description="That rule's own settings.")
+    regularizer: str = Field("none", description="What pays for entropy, under control of a target: aer, tecrl.")
+    regularizer_options: dict[str, Any] = Field(default_factory=dict, description="The regularizer's own settings.")
+    shaping: list[str] = Field(default_factory=list, description="Changes of the reward, in order: err, overlong.")
+    shaping_options: dict[str, dict[str, Any]] = Field(default_factory=dict, description="Settings of each by name.")
+    selection: str = Field("none", description="Rule that decides which trajectories train: dapo, aepo.")
+    selection_options: dict[str, Any] = Field(default_factory=dict, description="That rule's own settings.")
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL divergence to the starting model.")
     kl_estimator: Literal["k1", "k3"] = Field("k3", description="Estimator of that divergence.")
 
@@ -147,6 +155,12 @@ class LearnerConfig(Section):
     epochs: int = Field(1, ge=1, description="Passes over one rollout batch.")
     tokens_per_microbatch: int = Field(2048, ge=1, description="Tokens of one forward pass.")
     max_grad_norm: float = Field(1.0, ge=0, description="Gradient norm above which gradients are scaled; 0: never.")
+    controllers: list[str] = Field(
+        default_factory=list, description="Rules on gradient and learning rate, in order: vcpo, gac, rq, fixed_norm."
+    )
+    controller_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Settings of each controller by name."
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Autocast type; master weights stay float32.")
     truncated: Literal["keep", "mask", "penalize"] = Field("keep", description="What trains of cut-off trajectories.")
     truncation_penalty: float = Field(0.5, ge=0, description="Reward taken from them when penalized.")

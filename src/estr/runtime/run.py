@@ -33,6 +33,8 @@ class Run:
         self._step = parts.position.step
         self._evaluated = parts.position.evaluations
         self._spanning = self._counted = 0
+        self._in_batch = False
+        self._left: list[Group] = []  # taken from the schedule, and the run ended before their minibatch
 
     # ------------------------------------------------------------------ the loop
 
@@ -41,7 +43,7 @@ class Run:
 
         Raises:
             Interrupted: a signal asked to stop; a checkpoint was written.
-            RunError: the run failed; a checkpoint was written where that was possible.
+            RunError: the run failed; a checkpoint was written where it stood between two rollout batches.
         """
         parts, config = self._p, self._config
         parts.reporter.start(parts.directory.path, self._step, config.run.steps)
@@ -59,14 +61,16 @@ class Run:
         return self._finish()
 
     def _collect(self) -> list[Group]:
-        version = self._p.learner.version
-        with self._p.accounting.learner("wait", version):
-            return self._p.collector.next_batch(version)
+        parts, version = self._p, self._p.learner.version
+        parts.collecting = parts.schedule.next_group
+        with parts.accounting.learner("wait", version):
+            groups = parts.collector.next_batch(version)
+        parts.collecting = None
+        return groups
 
     def _train_batch(self, groups: Sequence[Group]) -> None:
-        parts = self._p
-        trajectories = [group.trajectories for group in groups]
-        results = iter(parts.learner.train(trajectories))
+        parts, self._in_batch = self._p, True
+        results = iter(parts.learner.train([group.trajectories for group in groups]))
         trained: set[str] = set()
         for number in range(1, parts.steps_per_batch + 1):
             with parts.accounting.learner("train", parts.learner.version):
@@ -77,7 +81,9 @@ class Run:
             last = number == parts.steps_per_batch or self._step >= self._config.run.steps
             self._report(result, boundary=last)
             if last:
-                return
+                break
+        self._in_batch = False
+        self._left = [group for group in groups if not trained & {t.trajectory_id for t in group.trajectories}]
 
     def _publish(self) -> None:
         parts = self._p
@@ -175,16 +181,17 @@ class Run:
             return parts.store.save(self._step, kind, self._evaluated, parts)
 
     def _save_before_leaving(self, kind: str) -> None:
-        """A checkpoint on the way out; what went wrong before matters more than a failure to write it."""
+        """A checkpoint on the way out; what went wrong before matters more than a failure to write it. None in the
+        middle of a rollout batch, whose rest no resume could train: it goes back to the checkpoint before."""
         with contextlib.suppress(EstrError):
-            if not self._p.store.has(self._step):
+            if not self._in_batch and not self._p.store.has(self._step):
                 self._checkpoint(kind)
 
     # ------------------------------------------------------------------ the end
 
     def _finish(self) -> Summary:
         parts = self._p
-        parts.journal.unfinished(parts.schedule.outstanding, self._step)
+        parts.journal.unfinished([*self._left, *parts.schedule.outstanding], self._step)
         if not parts.store.has(self._step):
             self._checkpoint("final")
         rewards = [reward for _, reward in self._evaluated]

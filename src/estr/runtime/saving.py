@@ -48,9 +48,8 @@ class CheckpointStore:
 
     def _next_group(self, parts: Parts) -> int:
         """Where a resume goes on; lockstep redoes the whole cohort that was on its way."""
-        outstanding = [group.number for group in parts.schedule.outstanding]
         lockstep = self._config.schedule.mode == "lockstep"
-        return min(outstanding) if lockstep and outstanding else parts.schedule.next_group
+        return parts.collecting if lockstep and parts.collecting is not None else parts.schedule.next_group
 
     def mark_best(self, step: int, reward: float) -> None:
         mark_best(self._directory, step, reward)

@@ -84,6 +84,7 @@ class Parts:
     trackers: list[Tracker]
     canary_tokens: list[int]
     published: int = -1
+    collecting: int | None = None  # while a rollout batch is waited for: the first group admitted since the last one
 
     @property
     def steps_per_batch(self) -> int:

@@ -164,8 +164,8 @@ def draw_reward(axes: Axes, runs: Sequence[Run], x_key: str, x_label: str, ink: 
         any_curve |= _draw_held_out(
             axes, *finite_points(held_x / scale, run.evaluations.reward), held_out, ink.dash(index)
         )
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, -0.02), max(high, 0.1))
+    if any_curve:
+        _reward_limits(axes)
     return any_curve
 
 
@@ -186,6 +186,13 @@ def reward_sentence(run: Run) -> str:
         f"Training reward goes from {score(float(train[:tail].mean()))} to {score(float(train[-tail:].mean()))} "
         "(means of the first and last tenth); there was no held-out evaluation."
     )
+
+
+def _reward_limits(axes: Axes) -> None:
+    """From 0 (or the lowest reward) to the highest, and at least a tenth, so that flat curves look flat."""
+    values = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.lines])
+    low, high = min(float(values.min()), 0.0), max(float(values.max()), 0.1)
+    axes.set_ylim(low - 0.04 * (high - low), high + 0.04 * (high - low))
 
 
 def _reward_panel(runs: Sequence[Run], name: str, title: str, x_key: str, x_label: str, ink: Ink) -> Panel:

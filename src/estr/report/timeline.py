@@ -181,9 +181,11 @@ def _figure(timeline: Timeline) -> Figure:
 
 def _legend(timeline: Timeline) -> list[Entry]:
     kinds = {"wait" if kind == "idle" else kind for kind in timeline.kind.tolist()}
-    if "publish" in kinds:
+    words = dict(WORDS)
+    if {"publish", "sync"} <= kinds:
         kinds.discard("sync")
-    return [Entry(COLORS[kind], words, "bar") for kind, words in WORDS.items() if kind in kinds]
+        words["publish"] = "weights published or taken in"
+    return [Entry(COLORS[kind], text, "bar") for kind, text in words.items() if kind in kinds]
 
 
 def _lanes(axes: Axes, actors: Sequence[str], ink: Ink, limits: tuple[float, float], x_label: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,8 +21,13 @@ from torch import Tensor
 
 from estr.cli.main import main
 from estr.config import Config
+from estr.runtime.interrupts import Interrupts
+from estr.runtime.reporter import SilentReporter
+from estr.runtime.run import Run
+from estr.runtime.setup import Parts, prepared
 from estr.storage.metrics import read_metrics
 from estr.storage.rollout_files import read_rollouts
+from estr.storage.run_directory import RunDirectory
 
 TESTS = Path(__file__).parent
 CLOCK = ("wall_time", "time/", "throughput/")
@@ -175,9 +181,9 @@ def metrics_without_clock(run: Path) -> list[dict[str, Any]]:
 
 
 def rollouts(run: Path) -> list[dict[str, Any]]:
-    """All stored rows, by id; arrays as text, so that NaN equals NaN."""
+    """All stored rows, by id; numbers as text, so that NaN equals NaN."""
     rows = sorted(read_rollouts(run).to_pylist(), key=lambda row: row["trajectory_id"])
-    return [{k: repr(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
+    return [{k: repr(v) if isinstance(v, list | float) else v for k, v in row.items()} for row in rows]
 
 
 @dataclass
@@ -237,3 +243,53 @@ def assert_replays(models: Mapping[int, Any], row: Any, tolerance: float = 1e-4)
     entropy = [float(torch.special.entr(d.exp()).sum()) for d in distributions]
     np.testing.assert_allclose(np.asarray(row.logprob)[at], logprob, atol=tolerance)
     np.testing.assert_allclose(np.asarray(row.entropy)[at], entropy, atol=tolerance)
+
+
+class Watcher(SilentReporter):
+    """Keeps what a run tells, and calls ``on_step`` and ``on_notice`` as it is told."""
+
+    def __init__(
+        self, on_step: Callable[[int], None] = lambda step: None, on_notice: Callable[[str], None] = lambda text: None
+    ) -> None:
+        super().__init__()
+        self._on_step, self._on_notice = on_step, on_notice
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().step(step, metrics)
+        self._on_step(step)
+
+    def notice(self, sentence: str) -> None:
+        super().notice(sentence)
+        self._on_notice(sentence)
+
+
+def ask_to_stop() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def train(
+    config: Config, path: Path, watcher: Watcher | None = None, hook: Callable[[Parts], None] | None = None
+) -> Path:
+    """A whole run in this process; ``hook`` sees its parts before it starts."""
+    with (
+        RunDirectory.create(path, config) as directory,
+        Interrupts() as interrupts,
+        prepared(config, directory, watcher or Watcher(), interrupts) as parts,
+    ):
+        if hook is not None:
+            hook(parts)
+        Run(parts, interrupts).go()
+    return path
+
+
+def published(parts: Parts) -> dict[int, dict[str, Tensor]]:
+    """The weights of every version, filled in as the run publishes them."""
+    versions: dict[int, dict[str, Tensor]] = {}
+    publish = parts.pool.publish
+
+    def keep(version: int, tensors: Mapping[str, Tensor], canary: Any) -> None:
+        versions[version] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        publish(version, tensors, canary)
+
+    parts.pool.publish = keep  # type: ignore[method-assign]
+    return versions

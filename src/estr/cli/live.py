@@ -53,6 +53,12 @@ class LineReporter:
     def phase(self, sentence: str) -> None:
         print(f"{sentence} …", file=sys.stderr, flush=True)
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._printed >= _LINE_EVERY or done == total:
+            self._printed = now
+            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+
     def start(self, directory: Path, step: int, steps: int) -> None:
         self._steps = steps
         print(f"run directory {directory}, step {step} of {steps}", file=sys.stderr, flush=True)
@@ -92,6 +98,9 @@ class LiveReporter:
 
     def phase(self, sentence: str) -> None:
         self._progress.update(self._task, numbers=sentence)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self._progress.update(self._task, total=total, completed=done, numbers=what)
 
     def start(self, directory: Path, step: int, steps: int) -> None:
         self._progress.console.print(f"run directory {directory}", markup=False, highlight=False)

@@ -35,6 +35,10 @@ class Reporter(Protocol):
         """What the run does now that takes a while."""
         ...
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """How far a preparation is."""
+        ...
+
     def start(self, directory: Path, step: int, steps: int) -> None: ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -56,6 +60,9 @@ class SilentReporter:
         self.notices.append(sentence)
 
     def phase(self, sentence: str) -> None:
+        pass
+
+    def progress(self, what: str, done: int, total: int) -> None:
         pass
 
     def start(self, directory: Path, step: int, steps: int) -> None:

@@ -10,6 +10,7 @@ history forks and the whole new prompt starts another segment.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,7 @@ from estr.environments.base import Message
 from estr.errors import UsageError
 
 _SENTINEL = "zqSENTINELqz"
+_BREAK = "\ufdd0"  # a noncharacter: text is encoded piece by piece between them
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class Conversation:
     """One conversation in the chat format of ``tokenizer``.
 
     Messages have the roles system, user, assistant, tool; a template without a tool role reads those as the user's,
-    one without a system role reads that text at the head of the first user message. Raises `UsageError` where the
-    template refuses the messages.
+    one without a system role reads that text at the head of the first user message. What a tool says is text: special
+    tokens spelled out in it are encoded as ordinary characters. Raises `UsageError` where the template refuses the
+    messages.
     """
 
     def __init__(self, tokenizer: Any, messages: Sequence[Message]) -> None:
@@ -97,10 +100,12 @@ class ChatFormat:
         self._tool_role = self._knows([_message("user"), _message("assistant"), _message("tool", _SENTINEL)])
         self._system_role = self._knows([_message("system", _SENTINEL), _message("user")])
         self.end_ids = frozenset(end_ids_of(tokenizer) | self._end_of_turn())
+        specials = sorted(filter(None, map(self.token_text, special_ids(tokenizer))), key=len, reverse=True)
+        self._specials = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text of ``messages`` with a generation prompt."""
-        adapted: list[Message] = list(messages)
+        adapted = [self._defused(message) if message["role"] == "tool" else message for message in messages]
         if not self._system_role:
             adapted = _fold_system(adapted)
         if not self._tool_role:
@@ -112,23 +117,37 @@ class ChatFormat:
             raise UsageError(f"the model's chat template refuses a conversation of {roles}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """Ids of rendered text that begins a row."""
+        first, *others = text.split(_BREAK)
+        return [*self._ids(first), *(token for piece in others for token in self._ids_behind(piece))]
 
     def encode_glue(self, text: str) -> list[int]:
-        """Ids of a text that stands behind other text: without the space some tokenizers put before a first word."""
-        if not text:
-            return []
-        ids, anchor = self.encode(text), self.encode(".")
-        if self._raw(anchor + ids) == "." + text:
-            return ids
-        anchored = self.encode("." + text)
-        return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else ids
+        """Ids of rendered text that goes on with a row."""
+        return [token for piece in text.split(_BREAK) for token in self._ids_behind(piece)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def token_text(self, token: int) -> str:
         return self._raw([token])
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _ids_behind(self, text: str) -> list[int]:
+        """Ids of a text that stands behind other text: without the space some tokenizers put before a first word."""
+        if not text:
+            return []
+        ids, anchor = self._ids(text), self._ids(".")
+        if self._raw(anchor + ids) == "." + text:
+            return ids
+        anchored = self._ids("." + text)
+        return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else ids
+
+    def _defused(self, message: Message) -> Message:
+        """The message with every special token that its text spells out broken in two."""
+        text = message["content"].replace(_BREAK, "")
+        return {**message, "content": self._specials.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)}
 
     def _raw(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -248,6 +248,30 @@ def test_top_p_keeps_the_smallest_set_that_reaches_its_mass(rows, top_p) -> None
         assert float(p[kept].sum() - p[kept].min()) < top_p + 1e-9 or int(kept.sum()) == 1
 
 
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"min_p": 0.2}, {"top_p": 0.95, "min_p": 0.1}])
+def test_a_flat_row_beside_a_peaked_one_changes_nothing_bit_for_bit(options: dict[str, float]) -> None:
+    """The flat row's nucleus is larger than the first look, the peaked one's is not."""
+    logits = torch.stack([torch.linspace(0, 2, 3000), torch.linspace(0, 300, 3000), torch.zeros(3000)])
+    sampler = Standard(**options)
+    u = torch.full((3,), 0.7, dtype=torch.float64)
+    together = drawn(sampler, logits, u)
+    sizes = [len(ids) for ids in supports(together)]
+    assert sizes[0] > 1000
+    assert 0 < sizes[1] < 64
+    for i in range(3):
+        alone = drawn(sampler, logits[i : i + 1], u[i : i + 1])
+        assert supports(alone)[0] == supports(together)[i]
+        assert (alone.token[0], alone.logprob[0]) == (together.token[i], together.logprob[i])
+        assert alone.entropy[0] == together.entropy[i]
+    p = logits[0].double().softmax(-1).flip(0)
+    wanted = 3000
+    if "top_p" in options:
+        wanted = int((p.cumsum(0) - p < options["top_p"] * (1 - 1e-6)).sum())
+    if "min_p" in options:
+        wanted = min(wanted, int((p >= options["min_p"] * p[0]).sum()))
+    assert sizes[0] == pytest.approx(wanted, abs=1)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(st.integers(-3, 3), min_size=9, max_size=9), min_size=1, max_size=4), st.integers(1, 12))
 def test_leading_is_a_stable_sort(rows, k) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from estr.engines.sampler import Sampled, invert
 from estr.registry import Registry, choose, within
 
+_FIRST_LOOK = 64  # a nucleus is seldom larger, and sorting the whole vocabulary is slow
 ROUNDING = 1e-6  # relative; a bound that a probability meets up to float32's rounding is met
 
 samplers: Registry[Sampler] = Registry("sampler")
@@ -107,12 +108,23 @@ class Standard(Sampler):
         logprob = torch.log_softmax(logits.float() / self.temperature, dim=-1)
         if self.plain:
             return Distribution(logprob, logprob, torch.zeros_like(explore))
-        values, ids = leading(logprob, self.top_k or self.max_support)
-        keep = self._keep(values)
-        kept = values.masked_fill(~keep, -math.inf).log_softmax(-1)
-        truncated = keep.sum(-1) < logits.shape[-1]
+        values, ids, keep = self._kept(logprob)
+        count = keep.sum(-1, keepdim=True)
+        mass = values.double().exp().cumsum(-1).gather(1, count - 1)  # summed in order, so that the width is no matter
+        kept = torch.where(keep, values - mass.log().float(), -math.inf)
         chosen = torch.full_like(logprob, -math.inf).scatter_(1, ids, kept)
-        return Distribution(chosen, chosen, truncated)
+        return Distribution(chosen, chosen, count[:, 0] < logits.shape[-1])
+
+    def _kept(self, logprob: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The most likely tokens, at least those that are kept: log-probabilities, ids and which are kept, [n, k]."""
+        limit = min(self.top_k or self.max_support, logprob.shape[-1])
+        width = limit if self.top_k else min(_FIRST_LOOK, limit)
+        while True:
+            values, ids = leading(logprob, width)
+            keep = self._keep(values)
+            if width == limit or not keep[:, -1].any():
+                return values, ids, keep
+            width = min(8 * width, limit)
 
     def _keep(self, values: Tensor) -> Tensor:
         """Which of the candidates, log-probabilities [n, k] in falling order, are kept: always the first few."""

@@ -243,9 +243,9 @@ def test_top_p_keeps_the_smallest_set_that_reaches_its_mass(rows, top_p) -> None
     probability = logits.double().softmax(-1)
     sampled, _ = distribution(Standard(top_p=top_p), logits)
     for p, kept in zip(probability, sampled > 0, strict=True):
-        assert float(p[kept].min()) >= float(p[~kept].max() if (~kept).any() else 0.0) - 1e-9
+        assert float(p[kept].min()) >= float(p[~kept].max() if (~kept).any() else 0.0) - 1e-6
         assert float(p[kept].sum()) >= top_p - 2e-6
-        assert float(p[kept].sum() - p[kept].min()) < top_p + 1e-9 or int(kept.sum()) == 1
+        assert float(p[kept].sum() - p[kept].min()) < top_p + 1e-6 or int(kept.sum()) == 1
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"min_p": 0.2}, {"top_p": 0.95, "min_p": 0.1}])

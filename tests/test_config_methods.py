@@ -131,7 +131,7 @@ def test_options_of_a_method_that_is_no_longer_chosen_are_left_out_with_a_line(w
          "line 4: learner.controller_options.gac.low must be a number in [0, 1], not 2.0"),
         ("[learner.controller_options.gacc]\nlow = 0.1\n",
          "line 1: learner.controller_options.gacc: there is no step controller 'gacc'; did you mean 'gac'?"),
-        ("[learner.controller_options.gac]\nlo = 0.1\n", "learner.controller_options.gac.lo: the step controller 'gac'"),
+        ("[learner.controller_options.gac]\nlo = 0.1\n", "gac.lo: the step controller 'gac' has no such option"),
         ("[objective.reweighting_option]\nvariant = 'C2'\n", "did you mean 'reweighting_options'?"),
         ("[learner]\ncontroler = ['gac']\n", "learner.controler is not a known key; did you mean 'controllers'?"),
     ],

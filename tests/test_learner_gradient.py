@@ -9,7 +9,6 @@ import torch
 from estr.advantages import reweighting
 from estr.controllers import regularizer
 from estr.learner import Extensions, Learner
-from estr.learner.kl import reference_kl
 from estr.learner.minibatch import Minibatch
 from estr.learner.rollouts import Rollouts
 from learner_helpers import (
@@ -214,20 +213,9 @@ def test_fault_B21_no_ratio_multiplies_the_divergence(estimator: str) -> None:
     rows = [member.segments[0] for member in groups[0]]
     log_pi = torch.cat([plain_values(plain, row)[0] for row in rows])
     x = torch.cat([plain_values(reference, row)[0] for row in rows]).detach() - log_pi
-    (-x if estimator == "k1" else x.exp() - 1 - x).mean().backward()
+    # the derivative of -x is 0 in expectation: k1 has its value and the gradient of x²/2
+    (x.square() / 2 if estimator == "k1" else x.exp() - 1 - x).mean().backward()
     assert_same_gradients(added, gradients(plain), tolerance=1e-4)
-
-
-def test_reference_kl_by_hand() -> None:
-    log_pi = torch.tensor([-1.0, -2.0, float("nan"), -60.0], requires_grad=True)
-    log_ref = torch.tensor([-1.5, -1.0, -1.0, 0.0])
-    k3 = reference_kl(log_pi, log_ref, "k3")
-    assert k3.tolist() == pytest.approx([np.exp(-0.5) - 0.5, np.exp(1.0) - 2.0, 0.0, np.exp(20.0) - 61.0], rel=1e-6)
-    k3.sum().backward()
-    assert log_pi.grad.tolist() == pytest.approx([1 - np.exp(-0.5), 1 - np.exp(1.0), 0.0, 1.0], rel=1e-6)
-    assert reference_kl(log_pi, log_ref, "k1").tolist()[:3] == pytest.approx([0.5, -1.0, 0.0])
-    with pytest.raises(ValueError, match="kl_estimator"):
-        reference_kl(log_pi, log_ref, "k2")
 
 
 def test_fault_C5_the_denominator_is_not_recomputed() -> None:

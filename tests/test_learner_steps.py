@@ -419,7 +419,7 @@ def test_shaping_changes_advantages_and_not_the_reported_reward() -> None:
     model = tiny_model()
     groups = [[trajectory(segment([1, *[2] * n], [0] + [1] * n), sibling=n, reward=1.0) for n in (2, 8)]]
     near_policy(model, groups)
-    extensions = Extensions(shaping=shaping("overlong", max_length=10, buffer=4))
+    extensions = Extensions(shapings=[shaping("overlong", max_length=10, buffer=4)])
     (result,) = Learner(model, settings(), extensions=extensions).train(groups)
     assert [r.advantage for r in result.trajectories] == pytest.approx([2**-0.5, -(2**-0.5)], rel=1e-4)
     assert result.metrics["reward/mean"] == 1.0

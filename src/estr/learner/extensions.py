@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from estr.advantages import Reweighting
+from estr.advantages import Reweighting, reweighting
 from estr.batch import TokenBatch
-from estr.controllers import EntropyRegularizer, StepController
-from estr.shaping import RewardShaping
+from estr.config.sections import Config
+from estr.controllers import EntropyRegularizer, StepController, controller, regularizer
+from estr.errors import UsageError
+from estr.shaping import RewardShaping, shaping
 from estr.state import Stateful, finite_mean
 
 
@@ -27,15 +29,35 @@ class Prepared:
 
 @dataclass
 class Extensions:
-    """At most one shaping, one re-weighting and one regularizer, and any number of controllers, applied in order.
+    """Shapings and controllers, any number in order, at most one re-weighting and one regularizer.
 
-    The shaping changes rewards before advantages; the others act inside the optimizer step.
+    Shapings change rewards before advantages; the others act inside the optimizer step.
     """
 
-    shaping: RewardShaping | None = None
+    shapings: Sequence[RewardShaping] = ()
     reweighting: Reweighting | None = None
     regularizer: EntropyRegularizer | None = None
     controllers: Sequence[StepController] = ()
+
+    @classmethod
+    def of(cls, config: Config) -> Extensions:
+        """Those that ``config`` names; raises UsageError for a name or an option that does not exist."""
+        section, learner = config.objective, config.learner
+        try:
+            return cls(
+                shapings=[shaping(name, **section.shaping_options.get(name, {})) for name in section.shaping],
+                reweighting=None
+                if section.reweighting == "none"
+                else reweighting(section.reweighting, **section.reweighting_options),
+                regularizer=None
+                if section.regularizer == "none"
+                else regularizer(section.regularizer, **section.regularizer_options),
+                controllers=[
+                    controller(name, **learner.controller_options.get(name, {})) for name in learner.controllers
+                ],
+            )
+        except ValueError as error:
+            raise UsageError(f"[objective] or [learner] {error}") from None
 
     @property
     def need_values(self) -> bool:

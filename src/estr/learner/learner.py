@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from estr.advantages import AdvantageEstimator, advantage
-from estr.config.sections import Config
+from estr.config.sections import Config, ObjectiveConfig
 from estr.controllers import effective_sample_size, sequence_log_weight
 from estr.errors import RunError, UsageError
+from estr.learner.average import AveragedWeights
 from estr.learner.extensions import Extensions
 from estr.learner.metrics import finite_only, policy_entropy, reward_metrics, staleness_metrics
 from estr.learner.minibatch import Minibatch
@@ -26,8 +27,8 @@ from estr.learner.rollouts import Rollouts, minibatch_plan
 from estr.learner.schedules import learning_rate
 from estr.learner.scoring import score, score_microbatches, score_norms
 from estr.learner.step import Gradient, Seen
-from estr.models.forward import check_head, prepare_model
-from estr.objectives import Objective, objective
+from estr.models.forward import check_head, head_of, prepare_model
+from estr.objectives import Objective, objective, recipes
 from estr.trajectory import Segment, Trajectory, derive_seed
 
 _RECORDED = {
@@ -51,8 +52,12 @@ class Learner:
     the batch are scored as q; the groups are split into ``learner.minibatches`` parts, ``learner.epochs`` times; each
     part is one optimizer step of one or more micro-batches. ``version`` counts the steps that were applied.
 
-    ``reference`` is the frozen model of ``objective.kl_coef``; without one, a copy of the starting weights is kept
-    (with adapters: the base model, no copy). Raises UsageError where recipe, advantage or model cannot work together.
+    Where the recipe's proximal policy is an average of the weights (``ppo_ewma``), that average is kept here and scored
+    before each step. ``extensions`` default to those that ``config`` names; their memory is part of :meth:`state`.
+
+    ``reference`` is the frozen model of ``objective.kl_coef`` or of the recipe; without one, a copy of the starting
+    weights is kept (with adapters: the base model, no copy). ``think_end`` is the token that ends thinking, where the
+    tokenizer has one. Raises UsageError where recipe, advantage or model cannot work together.
     """
 
     def __init__(
@@ -62,20 +67,22 @@ class Learner:
         *,
         reference: nn.Module | None = None,
         extensions: Extensions | None = None,
+        think_end: int | None = None,
     ) -> None:
-        self.model, self.config = model, config
+        self.model, self.config, self._think_end = model, config, think_end
         self.version = 0
         self.skipped = 0
         self.skipped_in_row = 0
-        self.objective, self._estimator = _methods(config)
-        self.extensions = extensions or Extensions()
+        self.objective, self._estimator = _methods(config, model)
+        self.extensions = extensions or Extensions.of(config)
         self.device = next(model.parameters()).device
         self._autocast = torch.bfloat16 if config.learner.dtype == "bfloat16" else None
         prepare_model(model, config.model.gradient_checkpointing)
         self.optimizer = Optimizer(model, config.learner)
         check_head(model)
-        wanted = config.objective.kl_coef > 0 or "reference_logprob" in self.objective.uses
-        self._reference = Reference(model, reference) if wanted else None
+        self._reference = Reference(model, reference) if needs_reference(config) else None
+        beta = self.objective.composition.average
+        self._average = None if beta is None else AveragedWeights(model, beta)
         self._gradient = Gradient(
             model, self.objective, config.objective, self.extensions, config.rollout.temperature, self._autocast
         )
@@ -87,15 +94,19 @@ class Learner:
         """
         learner = self.config.learner
         rollouts = Rollouts.of(groups, learner)
-        if self.extensions.shaping is not None:
-            rollouts.shape_rewards(self.extensions.shaping)
+        for shaping in self.extensions.shapings:
+            rollouts.shape_rewards(shaping, self._think_end)
         rollouts.estimate(self._estimator, **self._estimator_fields(rollouts))
         seed = derive_seed(self.config.run.seed, "minibatches", self.version)
         plan = minibatch_plan(len(groups), learner.minibatches, learner.epochs, seed)
         self._freeze(rollouts, plan)
         for number, part in enumerate(plan):
             minibatch = Minibatch.of(rollouts, part, learner.tokens_per_microbatch, self.device)
-            yield self._step(minibatch, fresh=number == 0 and self._reads_proximal)
+            if self._average is not None:
+                with self._average.weights():
+                    columns = self._columns(self.model, rollouts, minibatch.learning)
+                rollouts.proximal_logprob, rollouts.proximal_entropy = columns
+            yield self._step(minibatch, fresh=number == 0 and self._freezes_proximal)
 
     def canary(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """log π of ``tokens[1:]`` under the current weights at the rollout temperature, float32 [len - 1]."""
@@ -112,31 +123,38 @@ class Learner:
             "skipped": self.skipped,
             "skipped_in_row": self.skipped_in_row,
             "extensions": self.extensions.state(),
+            **({} if self._average is None else {"average": self._average.state()}),
         }
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Optimizer moments and the extensions' tensors by name; not the weights, and no copies."""
-        extensions = {f"extension/{name}": tensor for name, tensor in self.extensions.state_tensors().items()}
-        return {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state_tensors().items()} | extensions
+        """Optimizer moments, the extensions' tensors and averaged weights by name; not the weights, and no copies."""
+        parts = {"optimizer": self.optimizer.state_tensors(), "extension": self.extensions.state_tensors()}
+        if self._average is not None:
+            parts["average"] = self._average.state_tensors()
+        return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
     def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on where :meth:`state` and :meth:`state_tensors` were taken; the model already holds those weights."""
         if state["version"] > 0 and self._reference is not None and self._reference.is_copy:
             raise RunError(
-                "objective.kl_coef needs the weights the run started from, but the model was loaded from a checkpoint; "
-                "give the learner the starting model as its reference"
+                "objective.kl_coef or the recipe needs the weights the run started from, but the model was loaded from "
+                "a checkpoint; give the learner the starting model as its reference"
             )
         self.version, self.skipped, self.skipped_in_row = (
             int(state[name]) for name in ("version", "skipped", "skipped_in_row")
         )
         self.optimizer.load_state_tensors(_under("optimizer/", tensors))
         self.extensions.load_state(dict(state["extensions"]), _under("extension/", tensors))
+        if self._average is not None:
+            self._average.load_state(state["average"], _under("average/", tensors))
 
     # ------------------------------------------------------------------ one rollout batch
 
     @property
-    def _reads_proximal(self) -> bool:
-        return not self.objective.uses.isdisjoint(("proximal_logprob", "proximal_entropy"))
+    def _freezes_proximal(self) -> bool:
+        """Whether the recipe reads q and q is the weights at the start of the rollout batch."""
+        reads = not self.objective.uses.isdisjoint(("proximal_logprob", "proximal_entropy"))
+        return reads and self._average is None
 
     def _estimator_fields(self, rollouts: Rollouts) -> dict[str, Tensor]:
         if not self._estimator.needs:
@@ -153,7 +171,7 @@ class Learner:
 
     def _freeze(self, rollouts: Rollouts, plan: list[list[int]]) -> None:
         """Score q and the reference once; the first step's q comes from its own pass, at the same weights."""
-        if self._reads_proximal:
+        if self._freezes_proximal:
             first = set(rollouts.of_groups(plan[0]))
             later = [i for i in rollouts.learning() if i not in first]
             rollouts.proximal_logprob, rollouts.proximal_entropy = self._columns(self.model, rollouts, later)
@@ -211,6 +229,8 @@ class Learner:
         rate = learning_rate(self.version, self.config.run.steps, self.config.learner)
         rate *= self._rate_scale(minibatch, seen)
         self.optimizer.step(rate)
+        if self._average is not None:
+            self._average.update()
         self.version += 1
         return metrics | {"learner/learning_rate": rate}, None
 
@@ -277,10 +297,16 @@ class Learner:
         return trained
 
 
-def _methods(config: Config) -> tuple[Objective, AdvantageEstimator]:
+def needs_reference(config: Config) -> bool:
+    """Whether training reads log-probabilities of the weights the run started from."""
+    section = config.objective
+    return section.kl_coef > 0 or "reference_logprob" in objective(section.recipe, **section.hyperparameters()).uses
+
+
+def _methods(config: Config, model: nn.Module) -> tuple[Objective, AdvantageEstimator]:
     section = config.objective
     try:
-        chosen = objective(section.recipe, **section.hyperparameters())
+        chosen = objective(section.recipe, **_with_vocabulary(section, model))
         estimator = advantage(section.advantage, **section.advantage_options)
     except ValueError as error:
         raise UsageError(f"[objective] {error}") from None
@@ -292,6 +318,15 @@ def _methods(config: Config) -> tuple[Objective, AdvantageEstimator]:
             "choose another recipe"
         )
     return chosen, estimator
+
+
+def _with_vocabulary(section: ObjectiveConfig, model: nn.Module) -> dict[str, Any]:
+    """The hyperparameters, with the model's vocabulary where the recipe asks for one and it is left at its default."""
+    given = section.hyperparameters()
+    defaults = recipes()[section.recipe].hyperparameters if section.recipe in recipes() else {}
+    if "vocabulary" in defaults and given.get("vocabulary", defaults["vocabulary"]) == defaults["vocabulary"]:
+        given["vocabulary"] = int(head_of(model).weight.shape[0])
+    return given
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -73,17 +73,29 @@ class Rollouts:
         """Which trajectory each action token of the batch belongs to, int64 [N], rows in order."""
         return torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
 
-    def shape_rewards(self, shaping: RewardShaping) -> None:
-        """Change the rewards that advantages are estimated from; ``reward/mean`` stays that of the verifier."""
+    def shape_rewards(self, shaping: RewardShaping, think_end: int | None = None) -> None:
+        """Change the rewards that advantages are estimated from; ``reward/mean`` stays that of the verifier.
+
+        ``think_end`` is the token ``</think>``: what is sampled before its first occurrence was thinking, all of a
+        trajectory where it does not occur.
+        """
         entropies = [s.entropy[s.action] for t in self.trajectories for s in t.segments]
         available = {
             "length": torch.tensor(self.lengths),
             "group": self.group,
             "sequence": self.sequence,
             "entropy": torch.from_numpy(np.concatenate([*entropies, np.zeros(0, np.float32)])),
-            "thinking": None,
+            "thinking": None if think_end is None else self._thinking(think_end),
         }
         self.reward = shaping.shape(self.reward, **{name: available[name] for name in shaping.needs})
+
+    def _thinking(self, think_end: int) -> Tensor:
+        parts = [np.zeros(0, np.bool_)]
+        for trajectory in self.trajectories:
+            tokens = np.concatenate([np.zeros(0, np.int32), *(s.tokens[s.action] for s in trajectory.segments)])
+            found = np.flatnonzero(tokens == think_end)
+            parts.append(np.arange(len(tokens)) < (found[0] if len(found) else len(tokens)))
+        return torch.from_numpy(np.concatenate(parts))
 
     def estimate(self, estimator: AdvantageEstimator, **fields: Tensor) -> None:
         """Advantages of the whole batch; ``fields`` are what ``estimator.needs`` names."""

@@ -11,12 +11,11 @@ from estr.batch import TokenBatch
 from estr.config.sections import ObjectiveConfig
 from estr.controllers import entropy_term
 from estr.learner.extensions import Extensions, Prepared
-from estr.learner.kl import reference_kl
 from estr.learner.minibatch import Minibatch
 from estr.learner.packing import MicroBatch
 from estr.learner.scoring import polarities, values
 from estr.models.head import HeadValues
-from estr.objectives import Objective, Statistics, merge_metrics
+from estr.objectives import Objective, Statistics, merge_metrics, reference_kl
 
 
 @dataclass
@@ -113,7 +112,7 @@ class Gradient:
         """The objective's loss with the terms beside it, none of which any ratio multiplies."""
         terms = {}
         if self.config.kl_coef > 0 and batch.reference_logprob is not None:
-            kl = reference_kl(batch.logprob, batch.reference_logprob, self.config.kl_estimator).sum() / token_count
+            kl = reference_kl(batch, self.config.kl_estimator).sum() / token_count
             loss = loss + self.config.kl_coef * kl
             terms["kl/reference"] = float(kl.detach())
         if prepared.entropy_weights is not None and batch.entropy is not None:

@@ -25,6 +25,7 @@ class Part:
     mean) says how to get it in ``measure(context)``; it is then handed over: ``apply(context, measured)``.
     ``edge`` names the ratios it reads ("B", "U", "E", several or none), ``scope`` over what it decides
     (token, sequence, segment, group). ``needs`` are batch fields that must be given, ``uses`` those read if given.
+    ``factor`` names the ratios it multiplies the loss by, where they are not those it reads.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Part:
     needs: frozenset[str] = NONE
     uses: frozenset[str] = NONE
     measure: Callable[[Context], Any] | None = None
+    factor: str | None = None
 
     def __post_init__(self) -> None:
         if not set(self.edge) <= set("BUE"):
@@ -67,7 +69,11 @@ class Surrogate(Part):
 
 @dataclass(frozen=True)
 class Composition:
-    """``proximal`` derives log q [N] from the batch for methods that approximate it; it then need not be given."""
+    """``proximal`` derives log q [N] from the batch for methods that approximate it; it then need not be given.
+
+    ``average`` is the decay of the average of the weights whose log-probabilities must come in as q; None: q is the
+    weights at the start of the rollout batch.
+    """
 
     surrogate: Surrogate
     gates: tuple[Gate, ...] = ()
@@ -75,6 +81,7 @@ class Composition:
     reduction: str = "token-mean"
     proximal: Callable[[Context], Tensor] | None = None
     proximal_needs: frozenset[str] = NONE
+    average: float | None = None
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -88,6 +95,13 @@ class Composition:
     def edges(self) -> frozenset[str]:
         """The letters of all edges it reads."""
         return frozenset("".join(part.edge for part in self.parts))
+
+    @property
+    def counted_twice(self) -> frozenset[str]:
+        """Edges among B and U whose ratio multiplies the loss more than once, E being both."""
+        factors = [part.edge if part.factor is None else part.factor for part in (*self.weights, self.surrogate)]
+        letters = "".join(factors).replace("E", "BU")
+        return frozenset(edge for edge in "BU" if letters.count(edge) > 1)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -102,7 +102,7 @@ def bounded_behavior(limit: float) -> Weight:
         below = torch.maximum(context.log_mu, context.log_pi - math.log(limit))
         return clamped_exp(context.log_q - below)
 
-    return Weight(f"q/max(μ, π/{limit:g})", "BE", "token", apply)
+    return Weight(f"q/max(μ, π/{limit:g})", "BE", "token", apply, factor="B")
 
 
 def dual_regularized(alpha: float, beta: float, w_clip: float, normalize: bool) -> Weight:

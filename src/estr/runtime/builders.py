@@ -77,6 +77,12 @@ def canary_tokens(vocabulary: int) -> list[int]:
     return [(7 * i + 3) % vocabulary for i in range(CANARY_LENGTH)]
 
 
+def think_end(tokenizer: Any) -> int | None:
+    """The token that ends thinking, where the tokenizer has ``</think>`` as a single one."""
+    ids = tokenizer.encode("</think>", add_special_tokens=False)
+    return int(ids[0]) if len(ids) == 1 else None
+
+
 def default_output(config: Config, stamp: str) -> Path:
     """Where a run goes when nobody said."""
     return Path("runs") / f"{config.task.name.replace(':', '-')}-{config.objective.recipe.replace('/', '-')}-{stamp}"

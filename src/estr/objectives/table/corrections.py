@@ -161,9 +161,12 @@ RECIPES = (
         formula="q/max(μ, π/100)·ppo(U, A), q the averaged model",
         source="arXiv 2110.00641; openai/ppo-ewma",
         confidence="official code",
-        parameters={"limit": number(100.0, 1), **clip()},
-        compose=lambda h: Composition(weights=(weights.bounded_behavior(h.limit),), surrogate=ppo("U", h)),
-        note="The averaged model's log-probabilities, recomputed for each minibatch, come in as proximal_logprob.",
+        parameters={"limit": number(100.0, 1), "beta": number(0.889, 0, 1), **clip()},
+        compose=lambda h: Composition(
+            weights=(weights.bounded_behavior(h.limit),), surrogate=ppo("U", h), average=h.beta
+        ),
+        note="The averaged model's log-probabilities, recomputed for each minibatch, come in as proximal_logprob; a "
+        "run keeps that average, debiased, with decay beta. The code leaves beta open, the paper's is .889.",
     ),
     Recipe(
         name="skyrl_rollout_is",

@@ -29,6 +29,16 @@ CONFIG = small(
 )
 
 
+class Interrupted(ProcessPool):
+    """Somebody presses Ctrl-C while the engine processes start: they leave it to their parent."""
+
+    def _wait_ready(self) -> None:
+        for pid in self.pids:
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        super()._wait_ready()
+
+
 class Home:
     """Model, weights of version 0 and two engine processes, started anew where a test has closed them."""
 
@@ -43,7 +53,7 @@ class Home:
 
     def pool(self) -> ProcessPool:
         if not self.open:
-            self._pool = ProcessPool(CONFIG, self.path, self.base, self.spool, engines=2, threads=1)
+            self._pool = Interrupted(CONFIG, self.path, self.base, self.spool, engines=2, threads=1)
             self.version, self.open = -1, True
             self.publish(self._pool)
         return self._pool

@@ -6,10 +6,12 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,7 +25,7 @@ from estr.config import Config
 from estr.errors import RunError
 from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Interval, Job, Ready, Synced
 from estr.runtime.rollout import RolloutWorker
-from estr.runtime.worker import CancelGroup, Stop, WorkerSpec, worker_main
+from estr.runtime.worker import SIGNALS, CancelGroup, Stop, WorkerSpec, worker_main
 from estr.transport import WeightPublisher, remove_leftovers
 from estr.transport.shared_weights import shared_directory
 
@@ -221,6 +223,17 @@ class ProcessPool:
         self._publisher.close()
 
 
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """A process started inside begins with signals blocked, so that a Ctrl-C cannot reach it before it ignores them."""
+    resource_tracker.ensure_running()  # starting it would unblock them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Worker:
     """The parent's view of one engine process: its pipe, drained by a thread, and the jobs it has."""
 
@@ -230,7 +243,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=worker_main, args=(spec, theirs), name=spec.name)
-        self.process.start()
+        with _signals_held():
+            self.process.start()
         theirs.close()
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         threading.Thread(target=self._drain, args=(self._connection, inbox), daemon=True).start()

@@ -17,6 +17,7 @@ from estr.config import Config
 from estr.errors import EstrError
 from estr.runtime.messages import Activity, Died, Event, Failed, Interval, Job, Ready, Synced
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent alone decides what they mean, wherever they were sent
 _REPORT_EVERY = 0.2  # seconds between activity reports
 _JOIN_GAP = 0.005  # seconds; shorter pauses do not break an interval of the timeline
 _TOOL_POLL = 0.001  # seconds between looks at tools when nothing can be decoded
@@ -56,7 +57,9 @@ def end_with_parent(parent: int) -> None:
 
 def worker_main(spec: WorkerSpec, connection: Connection) -> None:
     """Entry point of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     end_with_parent(spec.parent)
     try:
         EngineProcess(spec, connection).run()

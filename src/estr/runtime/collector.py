@@ -71,6 +71,8 @@ class Collector:
     def fill(self, version: int) -> None:
         """Admit what the schedule allows at ``version`` and issue it; what a resumed run left behind goes first."""
         self._version = version
+        for tickets in self._schedule.release(version):
+            self._issue(tickets)
         for _ in range(self._schedule.admissible(version)):
             if self._backlog:
                 number, attempts = self._backlog.pop(0)
@@ -83,12 +85,10 @@ class Collector:
         self._version = version
         for number, finished in sorted(backlog.partial.items()):
             first = min(int(t.action_versions[0]) if t.action_count else version for t in finished)
-            tickets = self._schedule.readmit(number, first, backlog.attempts[number])
-            done = {trajectory.sibling for trajectory in finished}
-            for trajectory in finished:
-                self._schedule.finish(trajectory)
+            self._schedule.take_up(number, first, backlog.attempts[number], finished)
             self._places[number] = len(self._places)
-            self._issue([ticket for ticket in tickets if ticket.sibling not in done])
+        for tickets in self._schedule.release(version):
+            self._issue(tickets)
         self._backlog = [(number, backlog.attempts[number]) for number in backlog.unstarted]
 
     def _issue(self, tickets: Sequence[Ticket]) -> None:
@@ -196,15 +196,19 @@ class Collector:
         outcome = self._schedule.fail(job.group, job.sibling, final=event.final)
         if outcome is None:
             return
-        self._journal.failed(Ticket(job.group, job.sibling, job.attempt), event.reason)
-        if isinstance(outcome, Ticket):
-            self._pool.submit([self._job(outcome)])
-        else:
-            self._drop(outcome, event.reason)
+        again: list[Job] = []
+        with self._journal.batch():
+            self._journal.failed(Ticket(job.group, job.sibling, job.attempt), event.reason)
+            if isinstance(outcome, Ticket):
+                again.append(self._job(outcome))
+            else:
+                self._journal.dropped(outcome.number, f"a sibling failed: {event.reason}")
+        self._pool.submit(again)
+        if isinstance(outcome, Group):
+            self._forget(outcome, event.reason)
 
-    def _drop(self, group: Group, reason: str) -> None:
+    def _forget(self, group: Group, reason: str) -> None:
         self._pool.cancel_group(group.number)
-        self._journal.dropped(group.number, f"a sibling failed: {reason}")
         self._free_places.append(self._places.pop(group.number))
         self._problems.pop(group.number, None)
         self._notice(f"group {group.number} was dropped: {reason}")

@@ -85,7 +85,9 @@ class RunJournal:
         """The run ends: what had finished and was not trained."""
         finished = [trajectory for group in groups for trajectory in group.trajectories]
         rows = [row for trajectory in finished for row in self._rows(trajectory, Settlement("finished"))]
-        self._write(step, self._dropped + rows)
+        self._write(step, rows)
+        dropped, self._dropped = self._dropped, []
+        self._write(step + 1, dropped)
         self._rollouts.flush()
 
     # ------------------------------------------------------------------ checkpoints

@@ -61,6 +61,7 @@ class Group:
     finished: dict[int, Trajectory] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
     finish_order: int = -1
+    held: bool = False  # taken up by a resume, its unfinished trajectories not issued yet
 
     @property
     def complete(self) -> bool:
@@ -100,7 +101,9 @@ class Schedule:
     # ------------------------------------------------------------------ admission
 
     def admissible(self, version: int) -> int:
-        """How many groups may be admitted at ``version``."""
+        """How many groups may be admitted at ``version``; none while groups of an earlier process are held."""
+        if any(group.held for group in self._groups.values()):
+            return 0
         room = self._room(version, version + self.rules.lag)
         if self.remaining is not None:
             room = min(room, self.remaining - len(self._groups))
@@ -113,14 +116,44 @@ class Schedule:
 
     def readmit(self, number: int, version: int, attempts: dict[int, int] | None = None) -> list[Ticket]:
         """Admit group ``number`` again (after a resume) under the same number, so with the same seeds."""
+        return self._tickets(self._enter(number, version, attempts))
+
+    def take_up(self, number: int, first: int, attempts: dict[int, int], finished: Iterable[Trajectory]) -> None:
+        """Admit, after a resume, a group of which something is there already, sampled from version ``first`` on.
+
+        What is missing of it is held back until :meth:`release`: a trajectory that starts anew at an older version
+        than ``first`` brings the deadline forward, which the reservations of the others may not allow yet.
+        """
+        group = self._enter(number, first, attempts)
+        for trajectory in finished:
+            self.finish(trajectory)
+        group.held = not group.complete
+
+    def release(self, version: int) -> list[list[Ticket]]:
+        """Tickets for what is missing of held groups, oldest first, as far as they may be issued at ``version``."""
+        released = []
+        for group in self.outstanding:
+            if not group.held:
+                continue
+            first = min(group.admitted_version, version)
+            if first < group.admitted_version and self._room(version, first + self.rules.lag, group.number) < 1:
+                break
+            group.held, group.admitted_version, group.deadline = False, first, first + self.rules.lag
+            released.append([ticket for ticket in self._tickets(group) if ticket.sibling not in group.finished])
+        return released
+
+    def _enter(self, number: int, version: int, attempts: dict[int, int] | None) -> Group:
         group = Group(number, self.rules.group_size, version, version + self.rules.lag, attempts=dict(attempts or {}))
         self._groups[number] = group
-        return [Ticket(number, sibling, group.attempts.get(sibling, 0)) for sibling in range(group.size)]
+        return group
 
-    def _room(self, version: int, deadline: int) -> int:
+    def _tickets(self, group: Group) -> list[Ticket]:
+        return [Ticket(group.number, sibling, group.attempts.get(sibling, 0)) for sibling in range(group.size)]
+
+    def _room(self, version: int, deadline: int, without: int = -1) -> int:
         """Groups that could still be added with ``deadline`` while all reservations can be kept."""
         last = self._batch_of(version, deadline)
-        due = self._due_counts(version)
+        due = self._due_counts(version, without=(without,))
         room = self.rules.prompts_per_step * (last + 1) - sum(due.values())
         beyond = [j for j in due if j > last]
         if not beyond:

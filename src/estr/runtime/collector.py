@@ -116,7 +116,8 @@ class Collector:
             problem=problem,
             run_seed=self._config.run.seed,
             min_version=self._version,
-            window=self._window(ticket.group) if self._lockstep else None,            explore=self._config.rollout.explores(ticket.sibling),
+            window=self._window(ticket.group) if self._lockstep else None,
+            explore=self._config.rollout.explores(ticket.sibling),
         )
 
     def _window(self, number: int) -> VersionWindow:

@@ -95,14 +95,3 @@ def test_a_group_of_one_without_a_baseline_is_warned_about(advantage):
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "maxrl"])
 def test_an_estimator_that_does_without_groups_is_not(advantage):
     assert validate("rollout.group_size=1", f"objective.advantage={advantage}") == []
-
-
-def test_a_recipe_on_the_update_edge_alone_is_inert_with_one_step_per_batch(monkeypatch):
-    from estr.objectives import Objective
-
-    config = load_config(None).config
-    monkeypatch.setattr(Objective, "update_edge_only", property(lambda self: True))
-    (warning,) = validate_config(config)
-    assert "do nothing" in warning
-    config.learner.epochs = 2
-    assert validate_config(config) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from estr.config.combinations import check_combinations
 from estr.config.sections import Config, ObjectiveConfig, RolloutConfig
 from estr.errors import UsageError, nearest
 
@@ -27,7 +28,7 @@ def validate_config(config: Config, *, training: bool = True) -> list[str]:
     _check_recorded(config)
     _check_batch(config)
     _check_schedule(config)
-    return [*_group_warnings(config), *_inert_warnings(config)]
+    return [*_group_warnings(config), *check_combinations(config)]
 
 
 def check_rollout_dtype(rollout: RolloutConfig) -> None:
@@ -143,17 +144,3 @@ def _zero_for_singletons(section: ObjectiveConfig) -> bool:
     except ValueError:  # it needs more than rewards, so it is no plain group baseline
         return False
     return not values.any().item()
-
-
-def _inert_warnings(config: Config) -> list[str]:
-    from estr.objectives import objective
-
-    section, learner = config.objective, config.learner
-    if learner.minibatches * learner.epochs > 1:
-        return []
-    if not objective(section.recipe, **section.hyperparameters()).update_edge_only:
-        return []
-    return [
-        f"the recipe {section.recipe!r} acts only on the update edge π/q, which is 1 in the first optimizer step of a "
-        "rollout batch: with minibatches = 1 and epochs = 1 its gates and clips do nothing"
-    ]

@@ -95,11 +95,6 @@ class RolloutConfig(Section):
     )
     kv: Literal["keep", "recompute"] = Field("keep", description="Cached keys and values after a weight update.")
 
-    @property
-    def truncates(self) -> bool:
-        """Whether top_p, top_k or min_p leave tokens out."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-
     def explores(self, sibling: int) -> bool:
         """Whether CUTS samples this sibling of a group."""
         return self.sampler == "cuts" or (self.sampler == "mixed_cuts" and 2 * sibling >= self.group_size)

@@ -13,13 +13,22 @@ from estr.environments.base import Message, Problem, Reply
 class Echo:
     """Answers to anything for a few turns, so that a model that was never trained has turns, tools and rewards.
 
-    ``delay`` seconds of artificial latency come with every reply to an even problem.
+    ``delay`` seconds of artificial latency come with every reply to an even problem. Rewards take 256 values, or as
+    many as ``coarse`` says.
     """
 
     name = "echo"
 
-    def __init__(self, *, turns: int = 3, delay: float = 0.0, stop: Sequence[str] = ("e", "1"), words: int = 4) -> None:
-        self.turns, self.delay, self.stop, self.words = turns, delay, tuple(stop), words
+    def __init__(
+        self,
+        *,
+        turns: int = 3,
+        delay: float = 0.0,
+        stop: Sequence[str] = ("e", "1"),
+        words: int = 4,
+        coarse: int = 256,
+    ) -> None:
+        self.turns, self.delay, self.stop, self.words, self.coarse = turns, delay, tuple(stop), words, coarse
 
     def train_problem(self, index: int) -> Problem:
         return Problem(f"echo-{index}", " ".join(["Say", str(index), *["please"] * (index % self.words)]), index)
@@ -53,7 +62,8 @@ class EchoEnvironment:
 
     def reward(self) -> float:
         """A number in [0, 1) that depends on every letter."""
-        return hashlib.blake2b("|".join(self.said).encode()).digest()[0] / 256
+        digest = hashlib.blake2b("|".join(self.said).encode()).digest()[0]
+        return digest * self.task.coarse // 256 / self.task.coarse
 
 
 class Faulty(Echo):

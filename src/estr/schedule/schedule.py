@@ -255,6 +255,10 @@ class Schedule:
         """Groups admitted and not yet taken, by number."""
         return [self._groups[number] for number in sorted(self._groups)]
 
+    def group(self, number: int) -> Group | None:
+        """The group of this number, where it is admitted and not yet taken or dropped."""
+        return self._groups.get(number)
+
     def drop(self, number: int) -> Group | None:
         """Forget a group."""
         return self._groups.pop(number, None)

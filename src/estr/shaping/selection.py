@@ -28,10 +28,15 @@ class DynamicSampling:
     """``keep(reward, group)``: whether each trajectory's group trains, bool [S].
 
     Invalid rewards are left out; a group that holds nothing else is not kept, one with a single valid reward counts as
-    a group of one. ``keep_singletons`` False drops groups of one too.
+    a group of one. ``keep_singletons`` False drops groups of one too. ``max_num_gen_batches`` bounds what is
+    dropped for one batch that trains, in batches (0: no bound); whoever samples keeps to it.
     """
 
     keep_singletons: bool = True
+    max_num_gen_batches: int = 10
+
+    def __post_init__(self) -> None:
+        within("max_num_gen_batches", self.max_num_gen_batches, 0)
 
     def keep(self, reward: Any, group: Any) -> Tensor:
         """bool [S] for ``reward`` [S] and ``group`` int64 [S]; never splits a group."""

@@ -2,7 +2,6 @@ import dataclasses
 import math
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -196,26 +195,35 @@ def test_the_cache_directory(monkeypatch):
     assert str(builtin.cache_directory()).endswith("/.cache/estr")
 
 
-def test_a_killed_process_goes_on(cache):
-    program = (
-        "import estr.models.warmup as w; w.CHECKPOINT_SECONDS = 0\n"
-        "from estr.models.builtin import resolve_model\n"
-        "from estr.config.sections import ModelConfig\n"
-        "from estr.environments.calculator import CalculatorTask\n"
-        "resolve_model(ModelConfig(path='builtin:micro', warmup_steps=40), CalculatorTask())"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
-    for _ in range(1000):
-        if list(cache.glob("*.partial/state.safetensors")):
-            break
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    assert list(cache.glob("*.partial/state.safetensors"))
-    steps = []
-    config = ModelConfig(path="builtin:micro", warmup_steps=40)
-    path = resolve_model(config, CalculatorTask(), progress=lambda step, *rest: steps.append(step))
-    assert steps[0] > 1
-    assert steps[-1] == 40
+def test_a_killed_process_goes_on(tmp_path):
+    program = f"""
+import time
+from pathlib import Path
+from estr.environments.calculator import CalculatorTask
+from estr.models.builtin import new_model
+from estr.models.tokenizer import builtin_tokenizer
+from estr.models.warmup import WarmupConfig, warm_up
+
+def report(step, steps, loss):
+    if step == 4:
+        print("fourth", flush=True)
+        time.sleep(600)
+
+tokenizer = builtin_tokenizer()
+config = WarmupConfig(steps={SHORT.steps}, tokens={SHORT.tokens})
+warm_up(new_model("builtin:micro", tokenizer), tokenizer, CalculatorTask(), config, Path({str(tmp_path)!r}), report, 0)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "fourth\n"
+        process.kill()
+    steps, resumed, whole = [], micro(), micro()
+    warm_up(resumed, TOKENIZER, CalculatorTask(), SHORT, tmp_path, lambda step, *rest: steps.append(step))
+    assert steps == [4, 5, 6]
+    warm_up(whole, TOKENIZER, CalculatorTask(), SHORT, tmp_path / "other", quiet)
+    assert same(whole, resumed)
+
+
+def test_checkpoints_go_when_the_model_is_made(cache):
+    config = ModelConfig(path="builtin:micro", warmup_steps=1)
+    resolve_model(config, CalculatorTask(), progress=quiet)
     assert not list(cache.glob("*.partial"))
-    assert load_model(path, "float32").model.num_parameters() == micro().num_parameters()

@@ -52,7 +52,7 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "builtin:tiny": Architecture(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=384, warmup_steps=600),
+    "builtin:tiny": Architecture(hidden=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=384, warmup_steps=700),
     "builtin:micro": Architecture(hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, mlp=128, warmup_steps=0),
 }
 
@@ -61,7 +61,7 @@ def resolve_model(config: ModelConfig, task: Task, *, progress: Progress | None 
     """The model directory that ``config.path`` means for ``task``.
 
     A builtin model is made on first use and cached (`cache_directory`): weights from a fixed seed, then
-    ``config.warmup_steps`` supervised steps on the task's demonstrations (-1: 600 for tiny, or what the task's
+    ``config.warmup_steps`` supervised steps on the task's demonstrations (-1: 700 for tiny, or what the task's
     ``warmup_steps`` says; none for micro). Progress goes to ``progress``, or to stderr. For the calculator task as it
     stands the warmed-up model comes with the package. Anything else is a local directory or a hub name.
     """
@@ -172,6 +172,8 @@ def _publish(model: Any, tokenizer: Any, manifest: dict[str, Any], directory: Pa
     save_model(model, tokenizer, staging)
     (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     staging.chmod(0o755)
+    for path in staging.iterdir():
+        path.chmod(0o644)
     shutil.rmtree(directory, ignore_errors=True)
     staging.rename(directory)
 

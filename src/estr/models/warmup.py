@@ -44,7 +44,7 @@ class WarmupConfig:
 
     steps: int
     tokens: int = 2048
-    learning_rate: float = 0.02
+    learning_rate: float = 0.015
     warmup: float = 0.05
     floor: float = 0.02
     momentum: float = 0.95

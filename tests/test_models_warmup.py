@@ -221,9 +221,3 @@ warm_up(new_model("builtin:micro", tokenizer), tokenizer, CalculatorTask(), conf
     assert steps == [4, 5, 6]
     warm_up(whole, TOKENIZER, CalculatorTask(), SHORT, tmp_path / "other", quiet)
     assert same(whole, resumed)
-
-
-def test_checkpoints_go_when_the_model_is_made(cache):
-    config = ModelConfig(path="builtin:micro", warmup_steps=1)
-    resolve_model(config, CalculatorTask(), progress=quiet)
-    assert not list(cache.glob("*.partial"))

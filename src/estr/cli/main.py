@@ -121,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     arguments = build_parser().parse_args(argv)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     debug = arguments.debug or bool(os.environ.get("ESTR_DEBUG"))
     try:
         COMMANDS[arguments.command](arguments)

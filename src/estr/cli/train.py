@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -10,13 +11,14 @@ from estr.cli.live import make_reporter
 from estr.config import Config
 from estr.config.load import dump_config, load_config
 from estr.config.validate import validate_config
-from estr.errors import EstrError, RunError
+from estr.errors import EstrError, RunError, UsageError
 from estr.runtime.builders import build_task, default_output
 from estr.runtime.interrupts import Interrupted, Interrupts
 from estr.runtime.reporter import Reporter, Summary
 from estr.runtime.run import Run
 from estr.runtime.setup import prepared
-from estr.storage.checkpoints import Checkpoint, latest_checkpoint
+from estr.storage.checkpoints import Checkpoint, checkpoint_steps, latest_checkpoint
+from estr.storage.metrics import read_metrics
 from estr.storage.run_directory import RunDirectory
 
 
@@ -32,7 +34,11 @@ def train(config_path: str, output: str | None, sets: list[str], *, dry_run: boo
         return
     target = Path(output or config.run.output or default_output(config, time.strftime("%Y%m%d-%H%M%S")))
     with RunDirectory.create(target, config) as directory:
-        _run(config, directory, None)
+        try:
+            _run(config, directory, None)
+        except UsageError:
+            _remove_unused(directory)
+            raise
 
 
 def resume(path: str) -> None:
@@ -47,6 +53,12 @@ def resume(path: str) -> None:
             print(f"{path} is finished: {latest.checkpoint.step} of {config.run.steps} steps are done")
             return
         _run(config, directory, latest.checkpoint)
+
+
+def _remove_unused(directory: RunDirectory) -> None:
+    """What could not even begin leaves no run directory in the way of the next attempt."""
+    if not read_metrics(directory) and not checkpoint_steps(directory):
+        shutil.rmtree(directory.path, ignore_errors=True)
 
 
 def _run(config: Config, directory: RunDirectory, checkpoint: Checkpoint | None) -> None:

@@ -218,6 +218,8 @@ def _writing(target: Path) -> Iterator[None]:
         try:
             yield
         except SafetensorError as error:
+            if number := re.search(r"os error (\d+)", str(error)):
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
             raise RunError(f"cannot write the checkpoint {target}: {error}") from error
 
 

@@ -98,7 +98,7 @@ class Command:
     def send(self, number: int, *, group: bool = False) -> None:
         (os.killpg if group else os.kill)(self.process.pid, number)
 
-    def finish(self, timeout: float = 60.0) -> Outcome:
+    def finish(self, timeout: float = 200.0) -> Outcome:
         status = self.process.wait(timeout)
         return Outcome(status, self.out_path.read_text(), self.err_path.read_text())
 
@@ -133,7 +133,7 @@ def started(directory: Path, *arguments: object, **environment: str) -> Iterator
                 process.wait()
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout: float = 90.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout: float = 200.0) -> Any:
     """The first true value of ``condition``; fails the test where there is none in time."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):

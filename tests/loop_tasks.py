@@ -69,14 +69,16 @@ class EchoEnvironment:
 class Faulty(Echo):
     """One named fault: in every problem, or in those whose number is ``only`` modulo ``every``.
 
-    A file at ``flag`` switches the fault off.
+    A file at ``flag`` switches the fault off. A tool that hangs does so for 60 s, after it made the file ``mark``.
     """
 
     name = "faulty"
 
-    def __init__(self, *, how: str, every: int = 1, only: int = 0, flag: str = "", turns: int = 2) -> None:
+    def __init__(
+        self, *, how: str, every: int = 1, only: int = 0, flag: str = "", mark: str = "", turns: int = 2
+    ) -> None:
         super().__init__(turns=turns)
-        self.how, self.every, self.only, self.flag = how, every, only, flag
+        self.how, self.every, self.only, self.flag, self.mark = how, every, only, flag, mark
 
     def broken(self, index: int) -> bool:
         return index % self.every == self.only and not (self.flag and Path(self.flag).exists())
@@ -102,6 +104,8 @@ class FaultyEnvironment(EchoEnvironment):
     def step(self, text: str) -> Reply:
         if self.task.broken(self.problem.answer):
             if self.task.how == "hang":
+                if self.task.mark:
+                    Path(self.task.mark).touch()
                 time.sleep(60)
             if self.task.how == "step":
                 raise ConnectionError("the tool hung up")

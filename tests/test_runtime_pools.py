@@ -208,7 +208,7 @@ def test_fault_D8_a_killed_engine_is_replaced_its_jobs_issued_again_and_no_sync_
     killer.join()
     got = finished(pool, len(jobs), seen)
     assert [event.reason for event in seen if isinstance(event, Died)] == [
-        "engine-0 ended without a word (killed, or out of memory)"
+        "engine-0 was killed by SIGKILL (out of memory, or by hand)"
     ]
     assert pool.pids[1] == other
     assert pool.pids[0] != victim

@@ -165,6 +165,10 @@ class LearnerConfig(Section):
 class RuntimeConfig(Section):
     kind: Literal["local", "ray"] = Field("local", description="Where processes run.")
     engines: int = Field(0, ge=0, description="Engine processes; 0: one in async, one per core in sync.")
+    engine_timeout: float = Field(
+        120.0, gt=0, description="Seconds without a sign of life after which an engine process is replaced."
+    )
+    engine_memory: float = Field(0.0, ge=0, description="GiB of data one engine process may hold; 0: no limit.")
     engine_threads: int = Field(1, ge=1, description="Threads of one engine process.")
     learner_threads: int = Field(0, ge=0, description="Threads of the learner; 0: one in async, one per core in sync.")
 

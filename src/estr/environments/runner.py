@@ -41,6 +41,11 @@ class Pending(Generic[T]):
         self._done = threading.Event()
         self._outcome: tuple[float, T | EnvironmentFailure] | None = None
 
+    @property
+    def done(self) -> bool:
+        """Whether the call has returned, whatever artificial delay is still to be waited for."""
+        return self._outcome is not None
+
     def poll(self) -> T | EnvironmentFailure | None:
         """The outcome; None while there is none yet. Never waits."""
         now = self._clock()

@@ -12,6 +12,7 @@ from estr.environments.base import Task
 from estr.environments.registry import make_task
 from estr.models.conversation import chat_format
 from estr.models.stops import StopTexts
+from estr.runtime.calls import Calls
 from estr.runtime.rollout import EpisodeLimits, RolloutWorker
 
 CANARY_LENGTH = 16
@@ -37,6 +38,7 @@ def build_rollout_worker(
     temperature: float | None = None,
     dtype: str | None = None,
     wait_for_tools: bool = True,
+    calls: Calls | None = None,
 ) -> RolloutWorker:
     """Episodes on a local engine around ``model``; the engine has no weights until it is given some.
 
@@ -59,7 +61,7 @@ def build_rollout_worker(
     )
     engine = LocalEngine(model, settings, StopTexts(tokenizer, stops) if stops else None)
     limits = EpisodeLimits(rollout.max_new_tokens, rollout.max_turns, config.task.tool_timeout)
-    return RolloutWorker(engine, task, tokenizer, limits, wait_for_tools=wait_for_tools)
+    return RolloutWorker(engine, task, tokenizer, limits, wait_for_tools=wait_for_tools, calls=calls)
 
 
 def build_sampler(rollout: RolloutConfig, name: str, temperature: float) -> Sampler:

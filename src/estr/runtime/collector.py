@@ -12,8 +12,9 @@ from estr.environments.base import Problem, Task
 from estr.errors import RunError
 from estr.runtime.accounting import Accounting
 from estr.runtime.journal import Backlog
-from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Job, Synced, VersionWindow
+from estr.runtime.messages import Activity, Alive, Died, Event, Failed, Finished, Job, Synced, VersionWindow
 from estr.runtime.pools import Pool
+from estr.runtime.selecting import NO_SPREAD, SpreadFilter
 from estr.schedule import Group, Schedule, Ticket, Waiting
 from estr.trajectory import Trajectory
 
@@ -64,6 +65,7 @@ class Collector:
         self._free_places: list[int] = []
         self._backlog: list[tuple[int, dict[int, int]]] = []
         self._version = 0
+        self.selection = SpreadFilter.of(config)
         self.canary_error = float("nan")
 
     # ------------------------------------------------------------------ supply
@@ -140,6 +142,7 @@ class Collector:
             self.fill(version)
             batch = self._schedule.take(version)
             if not isinstance(batch, Waiting):
+                self.selection.batch_taken()
                 return self._in_order(batch)
             if self._absorb(self._pool.events(_POLL)):
                 last_progress = time.monotonic()
@@ -176,9 +179,24 @@ class Collector:
                 if isinstance(event, Finished) and self._schedule.expects(event.trajectory):
                     self._journal.finished(event.trajectory)
                     self._schedule.finish(event.trajectory)
+                    self._select(event.trajectory.group)
+        self.selection.check()
         for event in events:
             progress |= self._file(event)
         return progress
+
+    def _select(self, number: int) -> None:
+        """Drop a group that is complete and does not train; the schedule then has room for another."""
+        group = self._schedule.group(number)
+        if group is not None and group.complete and self.selection.drops(group):
+            self._schedule.drop(number)
+            self._journal.dropped(number, NO_SPREAD)
+            self._vacate(number)
+
+    def _vacate(self, number: int) -> None:
+        """A dropped group's place in the rollout batch is for the next one admitted."""
+        self._free_places.append(self._places.pop(number))
+        self._problems.pop(number, None)
 
     def _file(self, event: Event) -> bool:
         if isinstance(event, Failed):
@@ -188,6 +206,8 @@ class Collector:
         elif isinstance(event, Activity):
             self._accounting.engine_activity(event)
             return event.sampled_tokens > 0
+        elif isinstance(event, Alive):
+            return False
         elif isinstance(event, Died):
             self._notice(f"an engine process was replaced and its work issued again: {event.reason}")
         return True
@@ -210,8 +230,7 @@ class Collector:
 
     def _forget(self, group: Group, reason: str) -> None:
         self._pool.cancel_group(group.number)
-        self._free_places.append(self._places.pop(group.number))
-        self._problems.pop(group.number, None)
+        self._vacate(group.number)
         self._notice(f"group {group.number} was dropped: {reason}")
         if self._schedule.hopeless:
             raise RunError(f"{self._schedule.failed_in_a_row} groups in a row failed; the last one: {reason}")

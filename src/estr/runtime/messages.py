@@ -88,10 +88,15 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """A worker that had nothing else to say for a while."""
+
+
+@dataclass(frozen=True)
 class Died:
     """A worker ended without being asked to, with the reason in one sentence."""
 
     reason: str
 
 
-Event = Finished | Failed | Synced | Activity | Ready | Died
+Event = Finished | Failed | Synced | Activity | Ready | Alive | Died

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import queue
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,15 +17,14 @@ from torch import Tensor
 
 from estr.config import Config
 from estr.errors import RunError
+from estr.runtime.handles import START_TIMEOUT, STOP_TIMEOUT, Watch, WorkerHandle
 from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Interval, Job, Ready, Synced
 from estr.runtime.rollout import RolloutWorker
-from estr.runtime.worker import SIGNALS, CancelGroup, Stop, WorkerSpec, worker_main
+from estr.runtime.worker import CancelGroup, Stop, WorkerSpec
 from estr.transport import WeightPublisher, remove_leftovers
 from estr.transport.shared_weights import shared_directory
 
 Canary = NDArray[np.float32]
-_START_TIMEOUT = 120.0
-_STOP_TIMEOUT = 5.0
 
 
 class Pool(Protocol):
@@ -106,8 +99,12 @@ class InlinePool:
 
 
 class ProcessPool:
-    """Engine processes that share the learner's weights through memory; one that dies is replaced, its jobs are issued
-    again under the same seeds, and the others go on meanwhile."""
+    """Engine processes that share the learner's weights through memory.
+
+    One that dies, or gives no sign of life for runtime.engine_timeout seconds, is replaced, its jobs are issued again
+    under the same seeds, and everything else goes on meanwhile. A job whose environment was at work in
+    schedule.attempts processes that died is given up.
+    """
 
     def __init__(
         self,
@@ -124,16 +121,18 @@ class ProcessPool:
         size = 2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self._publisher = WeightPublisher(tensors, shared_directory(size, spool), readers=engines)
         self._config, self._model_path, self._threads = config.model_dump(), str(model_path), threads
-        self._inbox: queue.SimpleQueue[tuple[_Worker, Event]] = queue.SimpleQueue()
-        self._deaths_in_a_row = 0
+        self._inbox: queue.SimpleQueue[tuple[WorkerHandle, Event]] = queue.SimpleQueue()
+        self._spool, self._attempts = spool, config.schedule.attempts
+        self._deaths_in_a_row, self._deaths = 0, dict[str, int]()
         self._workers = [self._spawn(index) for index in range(engines)]
+        self._watch = Watch(lambda: self._workers, config.runtime.engine_timeout)
         try:
             self._wait_ready()
         except BaseException:
             self.close()
             raise
 
-    def _spawn(self, index: int) -> _Worker:
+    def _spawn(self, index: int) -> WorkerHandle:
         spec = WorkerSpec(
             name=f"engine-{index}",
             config=self._config,
@@ -142,22 +141,25 @@ class ProcessPool:
             reader=index,
             threads=self._threads,
             parent=os.getpid(),
+            calls_path=str(self._spool / f"engine-{index}.calls"),
         )
-        return _Worker(index, spec, self._inbox)
+        try:
+            return WorkerHandle(index, spec, self._inbox)
+        except OSError as error:
+            raise RunError(f"{spec.name} could not be started: {error.strerror or error}") from error
 
     def _wait_ready(self) -> None:
-        deadline = time.monotonic() + _START_TIMEOUT
+        deadline = time.monotonic() + START_TIMEOUT
         missing = set(self._workers)
         while missing:
             try:
                 worker, event = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 names = ", ".join(sorted(worker.spec.name for worker in missing))
-                raise RunError(f"{names} did not start within {_START_TIMEOUT:.0f} s") from None
+                raise RunError(f"{names} did not start within {START_TIMEOUT:.0f} s") from None
             if isinstance(event, Died):
                 raise RunError(f"{worker.spec.name} could not start: {event.reason}")
             if isinstance(event, Ready):
-                worker.ready = True
                 missing.discard(worker)
 
     @property
@@ -185,28 +187,46 @@ class ProcessPool:
                 worker, event = self._inbox.get_nowait()
         return events
 
-    def _handle(self, worker: _Worker, event: Event) -> list[Event]:
+    def _handle(self, worker: WorkerHandle, event: Event) -> list[Event]:
         if worker is not self._workers[worker.index]:
             return []
         if isinstance(event, Finished):
             trajectory = event.trajectory
-            worker.jobs.pop(f"{trajectory.group}/{trajectory.sibling}/{trajectory.attempt}", None)
+            self._settled(worker, f"{trajectory.group}/{trajectory.sibling}/{trajectory.attempt}")
             self._deaths_in_a_row = 0
         elif isinstance(event, Failed):
-            worker.jobs.pop(event.job.key, None)
+            self._settled(worker, event.job.key)
         elif isinstance(event, Died):
-            self._replace(worker, event.reason)
+            return [event, *self._replace(worker, event.reason)]
         return [event]
 
-    def _replace(self, worker: _Worker, reason: str) -> None:
-        self._deaths_in_a_row += 1
-        if self._deaths_in_a_row > 3 * len(self._workers):
-            raise RunError(f"engine processes keep dying without finishing anything; the last one said: {reason}")
-        worker.kill()
+    def _settled(self, worker: WorkerHandle, key: str) -> None:
+        worker.jobs.pop(key, None)
+        self._deaths.pop(key, None)
+
+    def _replace(self, worker: WorkerHandle, reason: str) -> list[Event]:
+        """Start another process in the place of a dead one; what its jobs come to: most are given to the new one."""
+        worker.retire()
         self._publisher.forget_reader(worker.index)
+        poisonous = self._poisonous(worker, reason)
+        self._deaths_in_a_row = 0 if poisonous else self._deaths_in_a_row + 1
+        if self._deaths_in_a_row > 3 * len(self._workers) + self._attempts:
+            raise RunError(f"engine processes keep dying without finishing anything; the last one said: {reason}")
         self._workers[worker.index] = self._spawn(worker.index)
-        for job in worker.jobs.values():
+        for job in sorted(worker.jobs.values(), key=lambda job: self._deaths.get(job.key, 0)):
             self._workers[worker.index].send_job(job)
+        return poisonous
+
+    def _poisonous(self, worker: WorkerHandle, reason: str) -> list[Event]:
+        """Take from ``worker`` the jobs whose environments were at work in schedule.attempts processes that died."""
+        failed: list[Event] = []
+        for key in worker.calls() & worker.jobs.keys():
+            self._deaths[key] = self._deaths.get(key, 0) + 1
+            if self._deaths[key] >= self._attempts:
+                job, count = worker.jobs.pop(key), self._deaths.pop(key)
+                sentence = f"its environment was at work in {count} engine processes that died; the last one: {reason}"
+                failed.append(Failed(job, f"problem {job.problem.task_id}: {sentence}", final=True))
+        return failed
 
     def cancel_group(self, group: int) -> None:
         for worker in self._workers:
@@ -214,66 +234,12 @@ class ProcessPool:
             worker.send(CancelGroup(group))
 
     def close(self) -> None:
-        for worker in getattr(self, "_workers", []):
+        self._watch.stop()
+        for worker in self._workers:
             worker.send(Stop())
-        deadline = time.monotonic() + _STOP_TIMEOUT
-        for worker in getattr(self, "_workers", []):
+        deadline = time.monotonic() + STOP_TIMEOUT
+        for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
-            worker.kill()
+            worker.retire()
+            Path(worker.spec.calls_path).unlink(missing_ok=True)
         self._publisher.close()
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """A process started inside begins with signals blocked, so that a Ctrl-C cannot reach it before it ignores them."""
-    resource_tracker.ensure_running()  # starting it would unblock them
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-class _Worker:
-    """The parent's view of one engine process: its pipe, drained by a thread, and the jobs it has."""
-
-    def __init__(self, index: int, spec: WorkerSpec, inbox: queue.SimpleQueue[tuple[_Worker, Event]]) -> None:
-        self.index, self.spec, self.ready = index, spec, False
-        self.jobs: dict[str, Job] = {}
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=worker_main, args=(spec, theirs), name=spec.name)
-        with _signals_held():
-            self.process.start()
-        theirs.close()
-        self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        threading.Thread(target=self._drain, args=(self._connection, inbox), daemon=True).start()
-        threading.Thread(target=self._feed, daemon=True).start()
-
-    def _drain(self, connection: Connection, inbox: queue.SimpleQueue[tuple[_Worker, Event]]) -> None:
-        try:
-            while True:
-                event = connection.recv()
-                inbox.put((self, event))
-                if isinstance(event, Died):
-                    return
-        except (EOFError, OSError):
-            inbox.put((self, Died(f"{self.spec.name} ended without a word (killed, or out of memory)")))
-
-    def _feed(self) -> None:
-        """Sending may block while the worker is busy; the learner must not wait for that."""
-        with contextlib.suppress(OSError, ValueError):
-            while True:
-                self._connection.send(self._outbox.get())
-
-    def send_job(self, job: Job) -> None:
-        self.jobs[job.key] = job
-        self.send(job)
-
-    def send(self, message: object) -> None:
-        self._outbox.put(message)
-
-    def kill(self) -> None:
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join(_STOP_TIMEOUT)

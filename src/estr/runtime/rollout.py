@@ -12,6 +12,7 @@ from estr.environments.base import Environment, Message, Reply, Task
 from estr.environments.runner import EnvironmentFailure, Pending, start, start_reset, start_reward
 from estr.errors import EstrError
 from estr.models.conversation import Conversation
+from estr.runtime.calls import Calls
 from estr.runtime.messages import Failed, Finished, Job
 from estr.trajectory import Segment, Trajectory, derive_seed
 
@@ -37,6 +38,7 @@ class _Episode:
     segments: list[Segment] = field(default_factory=list)
     last: Turn | None = None
     last_text: str = ""
+    at_work: bool = False  # its environment runs in a thread
     finish_reason: str = ""
 
 
@@ -44,7 +46,8 @@ class RolloutWorker:
     """Runs jobs on a local engine: submit, then tick until the results are there.
 
     ``clock`` is monotonic seconds. With ``wait_for_tools`` False artificial latency is skipped and blocking tools are
-    waited for in place, so that what happens depends on nothing but the jobs (lockstep, evaluation).
+    waited for in place, so that what happens depends on nothing but the jobs (lockstep, evaluation). ``calls`` is told
+    whose environment is at work.
     """
 
     def __init__(
@@ -56,10 +59,12 @@ class RolloutWorker:
         *,
         clock: Callable[[], float] = time.monotonic,
         wait_for_tools: bool = True,
+        calls: Calls | None = None,
     ) -> None:
         self.engine, self.task, self.limits = engine, task, limits
         self._tokenizer = tokenizer
         self._clock, self._wait = clock, wait_for_tools
+        self._calls = calls or Calls()
         self._episodes: dict[str, _Episode] = {}
         self._results: list[Finished | Failed] = []
 
@@ -74,29 +79,32 @@ class RolloutWorker:
 
     def submit(self, job: Job) -> None:
         seed = derive_seed(job.run_seed, job.group, job.sibling, job.attempt)
-        try:
-            environment = self.task.environment()
-            waiting = start_reset(environment, job.problem, seed, self.limits.tool_timeout, self._clock)
-        except Exception as error:
-            self._results.append(Failed(job, f"making an environment raised {type(error).__name__}: {error}"))
-            return
-        episode = _Episode(job, seed, environment, waiting)
-        self._episodes[job.key] = episode
-        self._poll(episode)
+        with self._calls.during(job.key):
+            try:
+                environment = self.task.environment()
+                episode = _Episode(job, seed, environment, None)
+                self._wait_for(
+                    episode, start_reset(environment, job.problem, seed, self.limits.tool_timeout, self._clock)
+                )
+            except Exception as error:
+                self._results.append(Failed(job, f"making an environment raised {type(error).__name__}: {error}"))
+                return
+            self._episodes[job.key] = episode
+            self._poll(episode)
 
     def cancel_all(self) -> list[Job]:
         """Forget everything that runs; returns the jobs."""
         jobs = [episode.job for episode in self._episodes.values()]
         for key in list(self._episodes):
             self.engine.cancel(key)
-        self._episodes.clear()
+            self._stop_waiting(self._episodes.pop(key))
         return jobs
 
     def cancel_group(self, group: int) -> None:
         """Forget the trajectories of a group that was dropped."""
         for key in [key for key, episode in self._episodes.items() if episode.job.group == group]:
             self.engine.cancel(key)
-            del self._episodes[key]
+            self._stop_waiting(self._episodes.pop(key))
 
     def tick(self) -> list[Finished | Failed]:
         """Take tool replies that have come, make one engine step, hand out what finished."""
@@ -127,15 +135,28 @@ class RolloutWorker:
         outcome = episode.waiting.poll() if self._wait else episode.waiting.wait()
         if outcome is None:
             return
+        self._stop_waiting(episode)
+        with self._calls.during(episode.job.key):
+            if isinstance(outcome, EnvironmentFailure):
+                self._fail(episode, outcome.sentence)
+            elif episode.phase == "reset":
+                self._begin(episode, outcome)
+            elif episode.phase == "reply":
+                self._go_on(episode, outcome)
+            else:
+                self._finish(episode, outcome)
+
+    def _wait_for(self, episode: _Episode, pending: Pending[Any]) -> None:
+        episode.waiting = pending
+        if not pending.done:
+            episode.at_work = True
+            self._calls.begin(episode.job.key)
+
+    def _stop_waiting(self, episode: _Episode) -> None:
         episode.waiting = None
-        if isinstance(outcome, EnvironmentFailure):
-            self._fail(episode, outcome.sentence)
-        elif episode.phase == "reset":
-            self._begin(episode, outcome)
-        elif episode.phase == "reply":
-            self._go_on(episode, outcome)
-        else:
-            self._finish(episode, outcome)
+        if episode.at_work:
+            episode.at_work = False
+            self._calls.end(episode.job.key)
 
     def _begin(self, episode: _Episode, messages: list[Message]) -> None:
         job = episode.job
@@ -157,9 +178,12 @@ class RolloutWorker:
         assert episode.conversation is not None
         episode.turns += 1
         episode.last = turn
-        episode.last_text = episode.conversation.decode(turn.tokens)
         episode.phase = "reply"
-        episode.waiting = start(episode.environment, episode.last_text, self.limits.tool_timeout, self._clock)
+        with self._calls.during(episode.job.key):
+            episode.last_text = episode.conversation.decode(turn.tokens)
+            self._wait_for(
+                episode, start(episode.environment, episode.last_text, self.limits.tool_timeout, self._clock)
+            )
         self._poll(episode)
 
     def _go_on(self, episode: _Episode, reply: Reply) -> None:
@@ -175,7 +199,7 @@ class RolloutWorker:
 
     def _judge(self, episode: _Episode, finish_reason: str) -> None:
         episode.finish_reason, episode.phase = finish_reason, "reward"
-        episode.waiting = start_reward(episode.environment, self.limits.tool_timeout, self._clock)
+        self._wait_for(episode, start_reward(episode.environment, self.limits.tool_timeout, self._clock))
         self._poll(episode)
 
     def _next_turn(self, episode: _Episode, reply: Reply) -> bool:

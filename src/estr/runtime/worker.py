@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from estr.config import Config
 from estr.errors import EstrError
-from estr.runtime.messages import Activity, Died, Event, Failed, Interval, Job, Ready, Synced
+from estr.runtime.calls import SharedCalls
+from estr.runtime.messages import Activity, Alive, Died, Event, Failed, Interval, Job, Ready, Synced
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent alone decides what they mean, wherever they were sent
 _REPORT_EVERY = 0.2  # seconds between activity reports
+_ALIVE_EVERY = 1.0  # seconds of silence after which a worker says that it lives
 _JOIN_GAP = 0.005  # seconds; shorter pauses do not break an interval of the timeline
 _TOOL_POLL = 0.001  # seconds between looks at tools when nothing can be decoded
 _IDLE_POLL = 0.02  # seconds between looks at the pipe when there is no work
@@ -35,6 +39,7 @@ class WorkerSpec:
     reader: int
     threads: int
     parent: int
+    calls_path: str
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,21 @@ def end_with_parent(parent: int) -> None:
         os._exit(0)
 
 
+def limit_memory(gibibytes: float) -> None:
+    """Refuse this process more private data than that; 0: no limit."""
+    if gibibytes:
+        size = int(gibibytes * 2**30)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
 def worker_main(spec: WorkerSpec, connection: Connection) -> None:
     """Entry point of the process."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     end_with_parent(spec.parent)
+    limit_memory(spec.config["runtime"]["engine_memory"])
     try:
         EngineProcess(spec, connection).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -119,7 +133,8 @@ class EngineProcess:
         task = build_task(config)
         dtype = "bfloat16" if config.rollout.dtype == "bfloat16" else "float32"
         loaded = load_model(spec.model_path, dtype, config.model.trust_remote_code)
-        self._worker = build_rollout_worker(config, task, loaded.model, loaded.tokenizer)
+        calls = SharedCalls(Path(spec.calls_path))
+        self._worker = build_rollout_worker(config, task, loaded.model, loaded.tokenizer, calls=calls)
         self._engine = self._worker.engine
         self._reader = WeightReader(spec.manifest, spec.reader)
         self._own = config.rollout.dtype != "float32"
@@ -128,6 +143,8 @@ class EngineProcess:
         self._held: list[Job] = []  # jobs that wait for their version
         self._timeline = Timeline(spec.name)
         self._reported, self._sampled = time.monotonic(), 0
+        self._sent = self._reported
+        self._alive_every = min(_ALIVE_EVERY, config.runtime.engine_timeout / 4)
         self._stop = False
 
     def run(self) -> None:
@@ -193,7 +210,10 @@ class EngineProcess:
         intervals = self._timeline.take()
         if intervals or sampled != self._sampled:
             self._send(Activity(intervals, sampled - self._sampled))
+        elif now - self._sent >= self._alive_every:
+            self._send(Alive())
         self._reported, self._sampled = now, sampled
 
     def _send(self, event: Event | Failed) -> None:
         self._connection.send(event)
+        self._sent = time.monotonic()

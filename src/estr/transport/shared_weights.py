@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,16 @@ def remove_leftovers(directory: Path = Path("/dev/shm")) -> list[Path]:
             path.unlink()
             removed.append(path)
     return removed
+
+
+_LOCK = threading.Lock()
+
+
+def _fence() -> None:
+    """Make what was stored before visible to other processes before anything is loaded after: taking a lock is a full
+    memory barrier, and without one a processor may do a load earlier than a store to another place."""
+    with _LOCK:
+        pass
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,7 @@ class WeightPublisher:
         words = self._mapped.words
         buffer = 1 - int(words[_LATEST_BUFFER]) if words[_LATEST_BUFFER] != _NOBODY else 0
         words[_BUFFER_VERSION + buffer] = _NOBODY
+        _fence()
         self._wait_until_left(buffer, timeout, gone)
         with torch.no_grad():
             for name, view in self._mapped.tensors(buffer).items():
@@ -219,6 +231,7 @@ class WeightReader:
             if version in (self.version, _NOBODY):
                 return None
             words[self._word] = buffer
+            _fence()
             if int(words[_BUFFER_VERSION + buffer]) == version:
                 break
         self.version = version

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from estr.storage.checkpoints import Checkpoint
 
-_WINDOW = "window/"
+_WINDOW, _ADAPTER = "window/", "adapter/"
 
 
 @dataclass
@@ -45,6 +45,11 @@ class Position:
         return {name: tensor for name, tensor in self.tensors.items() if not name.startswith(_WINDOW)}
 
     @property
+    def adapters(self) -> dict[str, Tensor]:
+        """The trained adapters by parameter; the model in the checkpoint has them merged into its weights."""
+        return {name.removeprefix(_ADAPTER): t for name, t in self.tensors.items() if name.startswith(_ADAPTER)}
+
+    @property
     def window(self) -> dict[int, dict[str, Tensor]]:
         """Older weights that lockstep still samples from, by version, in engine precision."""
         versions: dict[int, dict[str, Tensor]] = {}
@@ -53,6 +58,11 @@ class Position:
                 version, _, parameter = name.removeprefix(_WINDOW).partition("/")
                 versions.setdefault(int(version), {})[parameter] = tensor
         return versions
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The inverse of :attr:`Position.adapters`."""
+    return {_ADAPTER + name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def window_tensors(versions: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:

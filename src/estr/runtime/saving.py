@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from estr.config import Config
 from estr.models.load import is_lora, merged_state, without_bars
 from estr.runtime.pools import InlinePool, Pool
-from estr.runtime.position import window_tensors
+from estr.runtime.position import adapter_tensors, window_tensors
 from estr.storage.checkpoints import checkpoint_steps, mark_best, retain_checkpoints, save_checkpoint
 from estr.storage.run_directory import RunDirectory
 
@@ -39,6 +39,8 @@ class CheckpointStore:
         tensors = dict(parts.learner.state_tensors())
         if isinstance(self._pool, InlinePool):
             tensors |= window_tensors(self._pool.versions)
+        if is_lora(parts.loaded.model):
+            tensors |= adapter_tensors(parts.loaded.model)
         parts.metrics.sync()
         model = _Saveable(parts.loaded.model)
         path = save_checkpoint(self._directory, step, model, parts.loaded.tokenizer, tensors, state, kind)

@@ -139,6 +139,7 @@ def prepared(
     base = resolve_model(config.model, task)
     path = base if checkpoint is None or config.model.lora_rank else checkpoint.path
     loaded = load_policy(config, path)
+    loaded.model.load_state_dict(position.adapters, strict=False)
     _check_first_problems(config, task, loaded)
     reference = load_model(base, "float32", config.model.trust_remote_code).model if config.objective.kl_coef else None
     learner = Learner(loaded.model, config, reference=reference)

@@ -30,6 +30,8 @@ from estr.storage.rollout_files import read_rollouts
 from estr.storage.run_directory import RunDirectory
 
 TESTS = Path(__file__).parent
+SCRIPT = Path(sys.executable).with_name("estr")
+COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "estr"]
 CLOCK = ("wall_time", "time/", "throughput/")
 SMALL: dict[str, dict[str, Any]] = {
     "run": {"steps": 6, "checkpoint_every": 100},
@@ -110,12 +112,12 @@ class Command:
 
 @contextmanager
 def started(directory: Path, *arguments: object, **environment: str) -> Iterator[Command]:
-    """``python -m estr ARGUMENTS`` in ``directory``, where the tests' own tasks can be imported."""
+    """``estr ARGUMENTS`` in ``directory``, which holds a copy of the tests' own tasks."""
     (directory / "loop_tasks.py").write_text((TESTS / "loop_tasks.py").read_text())
     err, out = directory / "stderr.txt", directory / "stdout.txt"
     with err.open("w") as err_file, out.open("w") as out_file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "estr", *map(str, arguments)],
+            [*COMMAND, *map(str, arguments)],
             cwd=directory,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stdin=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from estr.config import Config
@@ -151,6 +154,35 @@ def test_a_run_that_was_interrupted_and_resumed_is_equal(
     same(straight.path, tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": {"lora_rank": 2}, "learner": {"learning_rate": 0.05}},
+        {"objective": {"kl_coef": 0.1}, "learner": {"schedule": "cosine", "warmup_steps": 3}},
+        {"rollout": {"dtype": "int5"}, "schedule": STALE["schedule"], "learner": STALE["learner"]},
+        {"objective": {"recipe": "decoupled_ppo"}, "learner": {"minibatches": 2, "epochs": 2}},
+    ],
+    ids=["adapters", "reference and learning-rate schedule", "rounded weights", "epochs"],
+)
+def test_what_a_run_remembers_comes_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any]
+) -> None:
+    if "model" in settings:
+        pytest.importorskip("peft")
+    config = small(**settings | {"run": {"steps": 8}})
+    train(config, tmp_path / "straight")
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "run", Watcher(on_step=lambda at: ask_to_stop() if at == 4 else None))
+    assert len(read_metrics(tmp_path / "run")) == 4
+    outcome = estr(capsys, "resume", tmp_path / "run")
+    assert outcome.status == 0, outcome.err
+    same(tmp_path / "straight", tmp_path / "run")
+    one, two = (load_checkpoint(tmp_path / name / "checkpoints/step-000008") for name in ("straight", "run"))
+    weights = [load_file(checkpoint.path / "model.safetensors") for checkpoint in (one, two)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert all(torch.equal(tensor, two.tensors()[name]) for name, tensor in one.tensors().items())
+
+
 def test_a_process_of_its_own_that_was_terminated_is_resumed_to_the_same_numbers(
     straight: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,6 +205,74 @@ def test_steps_that_do_not_fill_the_last_batch_lose_no_trajectory(tmp_path: Path
     path = train(config, tmp_path / "run")
     assert sorted(row.trained_step for row in stored(path)) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert sorted(row.trajectory_id for row in stored(path, "finished")) == ["00000005-000", "00000005-001"]
+
+
+def test_epochs_store_each_trajectory_once_under_its_first_step(tmp_path: Path) -> None:
+    config = small(objective={"recipe": "decoupled_ppo"}, learner={"minibatches": 2, "epochs": 2}, run={"steps": 8})
+    path = train(config, tmp_path / "run")
+    assert sorted(row.trained_step for row in stored(path)) == [1, 1, 2, 2, 5, 5, 6, 6]
+    for row in stored(path):
+        assert row.target_version == row.trained_step - 1
+        assert np.isfinite(row.proximal_logprob[row.action]).all()
+        fresh = row.trained_step in (1, 5)
+        gap = np.abs(row.proximal_logprob[row.action] - row.learner_logprob[row.action]).max()
+        assert (gap < 1e-4) == fresh, "q is of the start of the rollout batch"
+
+
+def test_fault_C5_the_second_minibatch_sees_that_the_weights_moved(tmp_path: Path) -> None:
+    path = train(small(run={"steps": 6}, learner={"minibatches": 2, "learning_rate": 0.02}), tmp_path / "run")
+    deviation = [line["mismatch/ratio_deviation"] for line in read_metrics(path)]
+    assert max(deviation[::2]) < 1e-4, "sampled by the weights that are trained"
+    assert min(deviation[1::2]) > 1e-3, "one step later"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "exact"),
+    [({"temperature": 0.6}, True), ({"dtype": "int5"}, False), ({"dtype": "bfloat16"}, False)],
+    ids=["temperature 0.6", "int5", "bfloat16"],
+)
+def test_fault_A2_A17_at_learning_rate_zero_only_engine_precision_is_left(
+    tmp_path: Path, rollout: dict[str, Any], exact: bool
+) -> None:
+    path = train(small(run={"steps": 2}, rollout=rollout, learner={"learning_rate": 0.0}), tmp_path / "run")
+    for row in stored(path):
+        gap = np.abs(row.logprob[row.action] - row.learner_logprob[row.action])
+        assert (gap.max() < 1e-4) == exact
+        assert gap.max() < 1.0
+    for line in read_metrics(path):
+        assert (line["mismatch/delta_abs"] < 1e-4) == exact
+        assert line["staleness/inter_max"] == line["staleness/intra_max"] == 0
+        assert (line["engine/canary_error"] < 1e-4) == exact
+
+
+FORGETFUL = (
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'][-1:] }}{% else %}{{ m['content'] }}{% endif %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_fault_F1_F3_a_template_that_rewrites_history_forks_into_rows_that_agree(tmp_path: Path) -> None:
+    """Each row is what the model read: engine and learner agree on it, and rows of one trajectory are linked."""
+    config = small()
+    shutil.copytree(resolve_model(config.model, build_task(config)), tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text(FORGETFUL)
+    settings = {"model": {"path": str(tmp_path / "model")}, "learner": {"learning_rate": 0.0}, "run": {"steps": 3}}
+    path = train(small(**settings), tmp_path / "run")
+    rows = stored(path)
+    forked = [row for row in rows if row.segment > 0]
+    assert forked
+    names = {row.trajectory_id: row for row in rows}
+    assert len(names) == len(rows)
+    for row in forked:
+        assert row.trajectory_id == f"{row.parent_id}#{row.segment}"
+        assert names[row.parent_id].turns > row.segment
+        assert row.reward == names[row.parent_id].reward
+        assert row.advantage == names[row.parent_id].advantage
+    for row in rows:
+        at = row.action
+        np.testing.assert_allclose(row.logprob[at], row.learner_logprob[at], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(row.entropy[at], row.learner_entropy[at], atol=1e-4, rtol=0)
 
 
 def test_fault_D3_D5_adapters_and_the_tied_head_reach_the_engine(tmp_path: Path) -> None:

@@ -155,6 +155,14 @@ def test_fault_C2_jobs_wait_for_the_version_they_were_admitted_at(bench: Callabl
         assert {job.min_version for job in made.pool.jobs[4 * version :]} == {version}
 
 
+def test_fault_C10_with_no_staleness_allowed_the_loop_still_progresses(bench: Callable[..., Bench]) -> None:
+    made = bench(schedule={"mode": "async", "max_staleness": 0})
+    for version in range(3):
+        assert numbers(made.collector.next_batch(version)) == [2 * version, 2 * version + 1]
+        assert {job.min_version for job in made.pool.jobs[4 * version :]} == {version}
+    assert len(made.pool.jobs) == 12, "strictly synchronous: nothing is issued ahead"
+
+
 def test_a_failed_sibling_is_issued_again_under_a_new_seed(bench: Callable[..., Bench]) -> None:
     made = bench(broken_in(1, times=2), schedule={"attempts": 3})
     batch = made.collector.next_batch(0)

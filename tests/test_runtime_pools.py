@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from estr.runtime.messages import Activity, Died, Event, Finished, Job, Synced
 from estr.runtime.pools import InlinePool, ProcessPool
 from estr.runtime.rollout import RolloutWorker
 from estr.trajectory import Trajectory
-from loop_helpers import alive, assert_replays, plain_model, replay, shared_files, small, wait_for
+from loop_helpers import alive, assert_replays, plain_model, shared_files, small, wait_for
+from loop_helpers import replay as replayed
 
 CONFIG = small(
     task={"turns": 1, "stop": []}, rollout={"max_new_tokens": 150, "slots": 4, "parked": 0}, schedule={"mode": "async"}
@@ -164,9 +166,9 @@ def test_fault_C4_new_weights_reach_the_middle_of_a_turn(home: Home) -> None:
         assert set(versions.tolist()) == {old, new}
         assert_replays(models, row)
         first_new = int(np.argmax(versions == new))
-        now = replay(models, row)[first_new]
+        now = replayed(models, row)[first_new]
         row.version[row.action] = old
-        before = replay(models, row)[first_new]
+        before = replayed(models, row)[first_new]
         assert now.argmax() != before.argmax(), "the argmax flips with the very next token"
 
 
@@ -181,6 +183,17 @@ def test_the_engines_report_a_canary_of_each_version(home: Home) -> None:
     )
     assert [event.version for event in synced] == [version, version]
     assert all(event.canary_error < 1e-4 for event in synced)
+
+
+def test_fault_D8_no_token_is_sampled_before_the_version_that_was_asked_for(home: Home) -> None:
+    """Jobs that are there before their weights wait for them: the handshake of a resume."""
+    pool = home.pool()
+    jobs = [replace(job, min_version=home.version + 1) for job in home.jobs()]
+    pool.submit(jobs)
+    early = [event for _ in range(3) for event in pool.events(0.1) if isinstance(event, Finished)]
+    assert early == []
+    version = home.publish(pool)
+    assert {v for t in finished(pool, len(jobs)) for v in t.action_versions.tolist()} == {version}
 
 
 def test_fault_D2_a_canary_of_other_weights_shows(home: Home) -> None:

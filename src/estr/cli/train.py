@@ -13,6 +13,7 @@ from estr.config.load import dump_config, load_config
 from estr.config.validate import validate_config
 from estr.errors import EstrError, RunError, UsageError
 from estr.runtime.builders import build_task, default_output
+from estr.runtime.divergence import Divergence, Rollbacks
 from estr.runtime.interrupts import Interrupted, Interrupts
 from estr.runtime.reporter import Reporter, Summary
 from estr.runtime.run import Run
@@ -64,12 +65,17 @@ def _remove_unused(directory: RunDirectory) -> None:
 def _run(config: Config, directory: RunDirectory, checkpoint: Checkpoint | None) -> None:
     reporter = make_reporter()
     try:
-        with Interrupts() as interrupts, prepared(config, directory, reporter, interrupts, checkpoint) as parts:
-            summary = Run(parts, interrupts).go()
+        summary = _drive(config, directory, checkpoint, reporter)
     except Interrupted:
         reporter.close()
         _write_report(directory.path, reporter)
         raise Interrupted(f"interrupted; go on with: estr resume {directory.path}") from None
+    except Divergence as error:
+        reporter.close()
+        raise RunError(
+            f"{error}; lower learner.learning_rate or learner.max_grad_norm in {directory.config_path} and go on with: "
+            f"estr resume {directory.path} --accept-changes"
+        ) from error
     except OSError as error:
         reporter.close()
         raise RunError(f"{error.strerror or error} ({error.filename or directory.path})") from error
@@ -81,6 +87,22 @@ def _run(config: Config, directory: RunDirectory, checkpoint: Checkpoint | None)
     reporter.close()
     report = _write_report(directory.path, reporter)
     _print_summary(summary, report)
+
+
+def _drive(config: Config, directory: RunDirectory, checkpoint: Checkpoint | None, reporter: Reporter) -> Summary:
+    """The run to its end; from its last good checkpoint again where it diverges and may go back."""
+    rollbacks = Rollbacks(directory, config)
+    with Interrupts() as interrupts:
+        while True:
+            slowed = rollbacks.slowed(config)
+            try:
+                with prepared(slowed, directory, reporter, interrupts, checkpoint) as parts:
+                    return Run(parts, interrupts).go()
+            except Divergence as diagnosis:
+                checkpoint = rollbacks.go_back(diagnosis)
+                place = f"step {checkpoint.step}" if checkpoint is not None else "the start"
+                rate = config.learner.learning_rate * rollbacks.factor
+                reporter.notice(f"going back to {place} with learning rate {rate:.3g}: {diagnosis}")
 
 
 def _write_report(path: Path, reporter: Reporter) -> Path | None:

@@ -159,7 +159,12 @@ class LearnerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Autocast type; master weights stay float32.")
     truncated: Literal["keep", "mask", "penalize"] = Field("keep", description="What trains of cut-off trajectories.")
     truncation_penalty: float = Field(0.5, ge=0, description="Reward taken from them when penalized.")
-    max_skipped_steps: int = Field(5, ge=1, description="Non-finite steps in a row that stop the run.")
+    max_skipped_steps: int = Field(5, ge=1, description="Skipped steps in a row that count as divergence.")
+    on_divergence: Literal["stop", "rollback"] = Field(
+        "stop", description="stop with a checkpoint, or go back to the last good one with a smaller learning rate."
+    )
+    rollback_factor: float = Field(0.5, gt=0, lt=1, description="Learning rate after a rollback, as a share.")
+    max_rollbacks: int = Field(3, ge=1, description="Rollbacks after which divergence stops the run.")
 
 
 class RuntimeConfig(Section):

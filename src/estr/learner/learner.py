@@ -88,10 +88,7 @@ class Learner:
         )
 
     def train(self, groups: Sequence[Sequence[Trajectory]]) -> Iterator[StepResult]:
-        """One rollout batch: yields after each optimizer step, before the next one begins.
-
-        Raises RunError after ``learner.max_skipped_steps`` steps in a row that could not be applied.
-        """
+        """One rollout batch: yields after each optimizer step, before the next one begins."""
         learner = self.config.learner
         rollouts = Rollouts.of(groups, learner)
         for shaping in self.extensions.shapings:
@@ -199,13 +196,13 @@ class Learner:
             applied, reason = self._apply(minibatch, seen)
         self.optimizer.zero_grad()
         trained = self._trained(minibatch, seen, fresh)
-        self._count(reason, seen, applied)
         return StepResult(
             version_before=before,
             version=self.version,
             target_version=before,
             skipped=reason is not None,
             reason=reason,
+            divergence=self._count(reason, seen, applied),
             metrics=self._metrics(minibatch, seen, before) | finite_only(applied),
             trajectories=trained,
             action_tokens=minibatch.learning_tokens,
@@ -244,22 +241,21 @@ class Learner:
         statistics = effective_sample_size(torch.cat(weights))
         return math.prod(c.scale_learning_rate(statistics) for c in self.extensions.controllers)
 
-    def _count(self, reason: str | None, seen: Seen, applied: Mapping[str, float]) -> None:
-        """Keep count of skipped steps; several in a row end the run."""
+    def _count(self, reason: str | None, seen: Seen, applied: Mapping[str, float]) -> str | None:
+        """Keep count of skipped steps; a diagnosis once there are too many in a row."""
         if reason is None:
             self.skipped_in_row = 0
-            return
+            return None
         self.skipped += 1
         self.skipped_in_row += 1
         if self.skipped_in_row < self.config.learner.max_skipped_steps:
-            return
+            return None
         rate = learning_rate(self.version, self.config.run.steps, self.config.learner)
         invalid, deviation = seen.metrics.get("tokens/invalid", 0), seen.metrics.get("mismatch/delta_abs", math.nan)
-        raise RunError(
+        return (
             f"{self.skipped_in_row} optimizer steps in a row were skipped at version {self.version}, the last because "
             f"{reason} (loss {seen.loss:.3g}, gradient norm {applied.get('grad/norm', 0.0):.3g}, {invalid:.0f} invalid "
-            f"tokens, mean |log π − log μ| {deviation:.3g}, learning rate {rate:.3g}); "
-            "lower learner.learning_rate or learner.max_grad_norm and resume from the last checkpoint"
+            f"tokens, mean |log π − log μ| {deviation:.3g}, learning rate {rate:.3g})"
         )
 
     def _metrics(self, minibatch: Minibatch, seen: Seen, target_version: int) -> dict[str, float]:

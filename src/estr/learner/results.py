@@ -34,6 +34,7 @@ class StepResult:
     target_version: int  # the learner's version at the moment of training
     skipped: bool
     reason: str | None  # why it was skipped
+    divergence: str | None  # a diagnosis, where learner.max_skipped_steps or more were skipped in a row
     metrics: dict[str, float]  # finite numbers by the keys of metrics.jsonl
     trajectories: list[TrainedTrajectory] = field(default_factory=list)
     action_tokens: int = 0  # that entered the loss

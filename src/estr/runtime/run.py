@@ -14,6 +14,7 @@ from pathlib import Path
 
 from estr.errors import EstrError
 from estr.learner.results import StepResult, TrainedTrajectory
+from estr.runtime.divergence import DIVERGED, Divergence
 from estr.runtime.interrupts import Interrupted, Interrupts
 from estr.runtime.reporter import Summary
 from estr.runtime.setup import Parts
@@ -43,6 +44,7 @@ class Run:
 
         Raises:
             Interrupted: a signal asked to stop; a checkpoint was written.
+            Divergence: too many steps in a row were skipped; a checkpoint was written unless the run may go back.
             RunError: the run failed; a checkpoint was written where it stood between two rollout batches.
         """
         parts, config = self._p, self._config
@@ -55,6 +57,10 @@ class Run:
                 self._interrupts.check()
                 self._train_batch(self._collect())
                 self._maybe_checkpoint()
+        except Divergence:
+            if not parts.rollbacks.left:
+                self._save_before_leaving(DIVERGED)
+            raise
         except EstrError as error:
             self._save_before_leaving("interrupted" if isinstance(error, Interrupted) else "failed")
             raise
@@ -83,7 +89,13 @@ class Run:
             if last:
                 break
         self._in_batch = False
+        self._end_if_diverged(result)
         self._left = [group for group in groups if not trained & {t.trajectory_id for t in group.trajectories}]
+
+    def _end_if_diverged(self, result: StepResult) -> None:
+        if result.divergence is not None:
+            self._p.learner.skipped_in_row = 0  # a resume has as many tries again
+            raise Divergence(result.divergence, self._step)
 
     def _publish(self) -> None:
         parts = self._p

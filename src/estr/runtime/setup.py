@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,15 @@ from torch import Tensor
 from estr.config import Config
 from estr.environments.base import Task
 from estr.errors import UsageError
-from estr.learner.learner import Learner
+from estr.learner.learner import Learner, needs_reference
 from estr.learner.rollouts import minibatch_plan
 from estr.models.builtin import resolve_model
 from estr.models.forward import check_head
 from estr.models.load import LoadedModel, apply_lora, load_model, merged_state
 from estr.runtime.accounting import Accounting
-from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens
+from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens, think_end
 from estr.runtime.collector import Collector
+from estr.runtime.divergence import Rollbacks
 from estr.runtime.evaluation import Evaluation, Evaluator
 from estr.runtime.interrupts import Interrupts
 from estr.runtime.journal import RunJournal
@@ -83,6 +84,7 @@ class Parts:
     directory_log: EvaluationLog
     trackers: list[Tracker]
     canary_tokens: list[int]
+    rollbacks: Rollbacks
     published: int = -1
     collecting: int | None = None  # while a rollout batch is waited for: the first group admitted since the last one
 
@@ -136,13 +138,13 @@ def prepared(
     position = Position.of(checkpoint) if checkpoint is not None else Position()
     task = build_task(config)
     reporter.phase("loading the model")
-    base = resolve_model(config.model, task)
+    base = resolve_model(config.model, task, progress=_warmup_progress(reporter, interrupts))
     path = base if checkpoint is None or config.model.lora_rank else checkpoint.path
     loaded = load_policy(config, path)
     loaded.model.load_state_dict(position.adapters, strict=False)
     _check_first_problems(config, task, loaded)
-    reference = load_model(base, "float32", config.model.trust_remote_code).model if config.objective.kl_coef else None
-    learner = Learner(loaded.model, config, reference=reference)
+    reference = load_model(base, "float32", config.model.trust_remote_code).model if needs_reference(config) else None
+    learner = Learner(loaded.model, config, reference=reference, think_end=think_end(loaded.tokenizer))
     if position.learner is not None:
         learner.load_state(position.learner, position.learner_tensors)
     with ExitStack() as stack:
@@ -193,6 +195,7 @@ def prepared(
             directory_log=log,
             trackers=make_trackers(config.run.trackers, directory.path, stack),
             canary_tokens=_canary(loaded),
+            rollbacks=Rollbacks(directory, config),
         )
 
 
@@ -254,6 +257,14 @@ def _make_schedule(config: Config, position: Position) -> Schedule:
     )
     batches = -(-max(0, config.run.steps - position.step) // steps)
     return Schedule(rules, next_group=position.next_group, total_groups=batches * learner.prompts_per_step)
+
+
+def _warmup_progress(reporter: Reporter, interrupts: Interrupts) -> Callable[[int, int, float], None]:
+    def progress(done: int, total: int, loss: float) -> None:
+        interrupts.check()
+        reporter.progress(f"warming up on demonstrations, loss {loss:.2f}", done, total)
+
+    return progress
 
 
 def _make_evaluator(config: Config, task: Task, path: Path, loaded: LoadedModel) -> Evaluator | None:

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +106,8 @@ def save_checkpoint(
     return target
 
 
-def latest_checkpoint(run: RunDirectory) -> Latest:
-    """The newest checkpoint whose every byte is as it was written."""
+def latest_checkpoint(run: RunDirectory, good: Callable[[Checkpoint], bool] = lambda _: True) -> Latest:
+    """The newest checkpoint whose every byte is as it was written and that is ``good``."""
     if run.locked:
         with disk_errors("read the checkpoints in", run.checkpoints):
             tidy_checkpoints(run)
@@ -115,9 +115,12 @@ def latest_checkpoint(run: RunDirectory) -> Latest:
     for step in sorted(checkpoint_steps(run), reverse=True):
         path = checkpoint_path(run, step)
         try:
-            return Latest(_verify(path, digests=True), notices)
+            found = _verify(path, digests=True)
         except _TornError as torn:
             notices.append(f"the checkpoint {path} is torn ({torn}) and was passed over for the one before")
+            continue
+        if good(found):
+            return Latest(found, notices)
     return Latest(None, notices)
 
 

@@ -25,6 +25,7 @@ from estr.runtime.interrupts import Interrupts
 from estr.runtime.reporter import SilentReporter
 from estr.runtime.run import Run
 from estr.runtime.setup import Parts, prepared
+from estr.storage.checkpoints import latest_checkpoint
 from estr.storage.metrics import read_metrics
 from estr.storage.rollout_files import read_rollouts
 from estr.storage.run_directory import RunDirectory
@@ -282,6 +283,18 @@ def train(
             hook(parts)
         Run(parts, interrupts).go()
     return path
+
+
+def go_on(path: Path) -> None:
+    """What ``estr resume`` does, without the report."""
+    with (
+        RunDirectory.open(path, lock=True) as directory,
+        Interrupts() as interrupts,
+        prepared(
+            directory.config(), directory, Watcher(), interrupts, latest_checkpoint(directory).checkpoint
+        ) as parts,
+    ):
+        Run(parts, interrupts).go()
 
 
 def published(parts: Parts) -> dict[int, dict[str, Tensor]]:

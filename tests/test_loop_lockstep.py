@@ -25,7 +25,7 @@ from loop_helpers import (
     Watcher,
     ask_to_stop,
     assert_replays,
-    estr,
+    go_on,
     metrics_without_clock,
     plain_model,
     published,
@@ -138,9 +138,7 @@ def test_two_runs_of_one_seed_are_equal_and_two_seeds_are_not(straight: Ran, tmp
     [(6, ""), (0, "group 7 was dropped")],
     ids=["between two batches", "while a batch is collected and its first group was dropped"],
 )
-def test_a_run_that_was_interrupted_and_resumed_is_equal(
-    straight: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, notice: str
-) -> None:
+def test_a_run_that_was_interrupted_and_resumed_is_equal(straight: Ran, tmp_path: Path, step: int, notice: str) -> None:
     watcher = Watcher(
         on_step=lambda at: ask_to_stop() if at == step else None,
         on_notice=lambda text: ask_to_stop() if notice and text.startswith(notice) else None,
@@ -149,8 +147,7 @@ def test_a_run_that_was_interrupted_and_resumed_is_equal(
         train(straight.config, tmp_path / "run", watcher)
     assert len(read_metrics(tmp_path / "run")) == 6
     assert load_checkpoint(tmp_path / "run/checkpoints/step-000006").kind == "interrupted"
-    outcome = estr(capsys, "resume", tmp_path / "run")
-    assert outcome.status == 0, outcome.err
+    go_on(tmp_path / "run")
     same(straight.path, tmp_path / "run")
 
 
@@ -164,9 +161,7 @@ def test_a_run_that_was_interrupted_and_resumed_is_equal(
     ],
     ids=["adapters", "reference and learning-rate schedule", "rounded weights", "epochs"],
 )
-def test_what_a_run_remembers_comes_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any]
-) -> None:
+def test_what_a_run_remembers_comes_back(tmp_path: Path, settings: dict[str, Any]) -> None:
     if "model" in settings:
         pytest.importorskip("peft")
     config = small(**settings | {"run": {"steps": 8}})
@@ -174,8 +169,7 @@ def test_what_a_run_remembers_comes_back(
     with pytest.raises(Interrupted):
         train(config, tmp_path / "run", Watcher(on_step=lambda at: ask_to_stop() if at == 4 else None))
     assert len(read_metrics(tmp_path / "run")) == 4
-    outcome = estr(capsys, "resume", tmp_path / "run")
-    assert outcome.status == 0, outcome.err
+    go_on(tmp_path / "run")
     same(tmp_path / "straight", tmp_path / "run")
     one, two = (load_checkpoint(tmp_path / name / "checkpoints/step-000008") for name in ("straight", "run"))
     weights = [load_file(checkpoint.path / "model.safetensors") for checkpoint in (one, two)]
@@ -183,9 +177,7 @@ def test_what_a_run_remembers_comes_back(
     assert all(torch.equal(tensor, two.tensors()[name]) for name, tensor in one.tensors().items())
 
 
-def test_a_process_of_its_own_that_was_terminated_is_resumed_to_the_same_numbers(
-    straight: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_of_its_own_that_was_terminated_is_resumed_to_the_same_numbers(straight: Ran, tmp_path: Path) -> None:
     """SIGTERM like SIGINT: a checkpoint, exit status 130; and the numbers do not depend on the process."""
     config, path = write_config(tmp_path / "run.toml", **STALE), tmp_path / "run"
     with started(tmp_path, "train", config, "--output", path) as command:
@@ -194,8 +186,7 @@ def test_a_process_of_its_own_that_was_terminated_is_resumed_to_the_same_numbers
         outcome = command.finish()
     assert outcome.status == 130
     assert f"interrupted; go on with: estr resume {path}" in outcome.complaint
-    resumed = estr(capsys, "resume", path)
-    assert resumed.status == 0, resumed.err
+    go_on(path)
     same(straight.path, path)
 
 

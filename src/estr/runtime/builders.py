@@ -8,8 +8,9 @@ from typing import Any
 from estr.config import Config, RolloutConfig
 from estr.engines.local import EngineSettings, LocalEngine
 from estr.engines.samplers import Sampler, samplers
-from estr.environments.base import Task
+from estr.environments.base import Problem, Task
 from estr.environments.registry import make_task
+from estr.errors import RunError
 from estr.models.conversation import chat_format
 from estr.models.stops import StopTexts
 from estr.runtime.calls import Calls
@@ -21,6 +22,25 @@ CANARY_LENGTH = 16
 def build_task(config: Config) -> Task:
     """The configured task; its seed is the run's unless the task section gives one."""
     return make_task(config.task.name, path=config.task.path, default_seed=config.run.seed, **config.task.options())
+
+
+def training_problem(task: Task, number: int) -> Problem:
+    """The problem of a group; RunError where the task raises."""
+    try:
+        return task.train_problem(number)
+    except Exception as error:
+        raise RunError(f"the task raised {type(error).__name__} for problem {number}: {error}") from error
+
+
+def held_out_problems(task: Task, count: int) -> list[Problem]:
+    """Problems to evaluate on; RunError where the task raises or has none."""
+    try:
+        problems = list(task.eval_problems(count))
+    except Exception as error:
+        raise RunError(f"the task raised {type(error).__name__} for its held-out problems: {error}") from error
+    if not problems:
+        raise RunError(f"task {task.name!r} has no held-out problems to evaluate on")
+    return problems
 
 
 def context_length(config: Config, model: Any) -> int:

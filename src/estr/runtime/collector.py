@@ -11,6 +11,7 @@ from estr.config import Config
 from estr.environments.base import Problem, Task
 from estr.errors import RunError
 from estr.runtime.accounting import Accounting
+from estr.runtime.builders import training_problem
 from estr.runtime.journal import Backlog
 from estr.runtime.messages import Activity, Alive, Died, Event, Failed, Finished, Job, Synced, VersionWindow
 from estr.runtime.pools import Pool
@@ -98,10 +99,7 @@ class Collector:
         if not tickets:
             return
         number = tickets[0].group
-        try:
-            self._problems[number] = self._task.train_problem(number)
-        except Exception as error:
-            raise RunError(f"the task raised {type(error).__name__} for problem {number}: {error}") from error
+        self._problems[number] = training_problem(self._task, number)
         if number not in self._places:
             self._places[number] = self._free_places.pop(0) if self._free_places else len(self._places)
         with self._journal.batch():

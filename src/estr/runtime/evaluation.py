@@ -12,8 +12,7 @@ from torch import Tensor
 
 from estr.config import Config
 from estr.environments.base import Task
-from estr.errors import RunError
-from estr.runtime.builders import build_rollout_worker
+from estr.runtime.builders import build_rollout_worker, held_out_problems
 from estr.runtime.messages import Failed, Job
 from estr.trajectory import Trajectory, derive_seed
 
@@ -54,9 +53,7 @@ class Evaluator:
     def __init__(
         self, config: Config, task: Task, model: Any, tokenizer: Any, *, problems: int, samples: int = 1
     ) -> None:
-        self._problems = list(task.eval_problems(problems))
-        if not self._problems:
-            raise RunError(f"task {config.task.name!r} has no held-out problems to evaluate on")
+        self._problems = held_out_problems(task, problems)
         self._samples, self._temperature = samples, config.run.eval_temperature
         self._seed = derive_seed(config.run.seed, "evaluation")
         self._worker = build_rollout_worker(

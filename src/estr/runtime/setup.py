@@ -212,15 +212,19 @@ def _canary(loaded: LoadedModel) -> list[int]:
 def _check_first_problems(config: Config, task: Task, loaded: LoadedModel) -> None:
     """Refuse a configuration under which the very first prompts do not fit the context."""
     from estr.models.conversation import Conversation
-    from estr.runtime.builders import context_length
+    from estr.runtime.builders import context_length, training_problem
 
     room = context_length(config, loaded.model)
     for index in range(config.learner.prompts_per_step):
-        problem = task.train_problem(index)
+        problem = training_problem(task, index)
         environment = task.environment()
         if getattr(environment, "blocking", True):
             return
-        prompt = Conversation(loaded.tokenizer, environment.reset(problem, 0)).prompt_ids
+        try:
+            messages = environment.reset(problem, 0)
+        except Exception:  # a failed episode: the run knows what to do with it
+            return
+        prompt = Conversation(loaded.tokenizer, messages).prompt_ids
         if len(prompt) >= room:
             raise UsageError(
                 f"problem {problem.task_id} has a prompt of {len(prompt)} tokens, which leaves no room in a context of "

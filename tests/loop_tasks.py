@@ -90,6 +90,11 @@ class Faulty(Echo):
             return Problem(f"echo-{index}", "word " * 3000, index)
         return super().train_problem(index)
 
+    def eval_problems(self, count: int) -> Sequence[Problem]:
+        if self.how == "held-out":
+            raise LookupError("the cupboard is bare")
+        return super().eval_problems(count)
+
     def environment(self) -> FaultyEnvironment:
         return FaultyEnvironment(self)
 
@@ -100,6 +105,11 @@ class FaultyEnvironment(EchoEnvironment):
     def __init__(self, task: Faulty) -> None:
         super().__init__(task)
         self.blocking = task.how == "hang"
+
+    def reset(self, problem: Problem, seed: int) -> list[Message]:
+        if self.task.how == "reset" and self.task.broken(problem.answer):
+            raise ConnectionError("no such database")
+        return super().reset(problem, seed)
 
     def step(self, text: str) -> Reply:
         if self.task.broken(self.problem.answer):

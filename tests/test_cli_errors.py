@@ -248,10 +248,25 @@ def test_a_prompt_that_does_not_fit_later_costs_its_group(runs: Any, tmp_path: P
     assert {row.attempt for row in stored(tmp_path / "run", "dropped")} == {0}, "trying again cannot help"
 
 
-def test_a_task_that_raises_ends_the_run(runs: Any) -> None:
-    outcome = runs("problem", every=5, only=3)
+@pytest.mark.parametrize("only", [0, 3])
+def test_a_task_that_raises_ends_the_run(runs: Any, only: int) -> None:
+    outcome = runs("problem", every=5, only=only)
     assert outcome.status == 1
-    assert "the task raised LookupError for problem 3: the shelf is empty" in outcome.complaint
+    assert f"the task raised LookupError for problem {only}: the shelf is empty" in outcome.complaint
+
+
+def test_a_task_without_held_out_problems_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"run": {"eval_every": 1}, "task": {"name": "loop_tasks:Faulty", "how": "held-out"}}
+    outcome = estr(capsys, "train", write_config(tmp_path / "run.toml", **settings), "--output", tmp_path / "run")
+    assert outcome.status == 1
+    assert "the task raised LookupError for its held-out problems: the cupboard is bare" in outcome.complaint
+
+
+def test_an_environment_that_cannot_begin_costs_its_group(runs: Any, tmp_path: Path) -> None:
+    outcome = runs("reset", every=4)
+    assert outcome.status == 0, outcome.err
+    assert "group 0 was dropped: problem echo-0: FaultyEnvironment.reset raised ConnectionError" in outcome.err
+    assert len(stored(tmp_path / "run")) == 12
 
 
 def test_weights_that_diverge_end_the_run_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from estr.errors import EstrError, MissingExtraError, nearest
 
@@ -32,13 +32,26 @@ def _train(arguments: argparse.Namespace) -> None:
 def _resume(arguments: argparse.Namespace) -> None:
     from estr.cli.train import resume
 
-    resume(arguments.directory)
+    resume(arguments.directory, accept_changes=arguments.accept_changes)
 
 
 def _eval(arguments: argparse.Namespace) -> None:
     from estr.cli.evaluate import evaluate
 
     evaluate(arguments.model, arguments.set, samples=arguments.samples, as_json=arguments.json)
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from estr.cli.inspecting import inspect
+
+    inspect(
+        arguments.source,
+        as_json=arguments.json,
+        html=arguments.html,
+        preset=arguments.preset,
+        mapping=arguments.map,
+        tokenizer=arguments.tokenizer,
+    )
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -59,10 +72,18 @@ def _tasks(arguments: argparse.Namespace) -> None:
     show_tasks()
 
 
+def _runs(arguments: argparse.Namespace) -> None:
+    from estr.cli.runs import show_runs
+
+    show_runs(arguments.directory, as_json=arguments.json)
+
+
 COMMANDS: dict[str, Command] = {
     "train": _train,
     "resume": _resume,
+    "runs": _runs,
     "eval": _eval,
+    "inspect": _inspect,
     "report": _report,
     "recipes": _recipes,
     "tasks": _tasks,
@@ -84,12 +105,21 @@ def build_parser() -> Parser:
 
     resume = commands.add_parser("resume", help="go on from the last checkpoint of a run")
     resume.add_argument("directory", help="run directory")
+    resume.add_argument(
+        "--accept-changes", action="store_true", help="go on although configuration, task or model have changed"
+    )
+
+    runs = commands.add_parser("runs", help="the runs in a directory: state, step, reward, size")
+    runs.add_argument("directory", nargs="?", default="runs", metavar="DIR", help="default: runs")
+    runs.add_argument("--json", action="store_true", help="one JSON array on standard output")
 
     evaluate = commands.add_parser("eval", help="score a model or a run's last checkpoint on held-out problems")
     evaluate.add_argument("model", metavar="MODEL_OR_RUN", help="model directory, hub name, builtin:… or run directory")
     evaluate.add_argument("--set", **sets, help="configuration, for example task.name=gsm8k")  # type: ignore[arg-type]
     evaluate.add_argument("--samples", type=_positive, default=1, metavar="K", help="samples a problem (default 1)")
     evaluate.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+    _add_inspect(commands)
 
     report = commands.add_parser("report", help="the HTML report of one or more runs")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
@@ -102,6 +132,26 @@ def build_parser() -> Parser:
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
+
+
+def _add_inspect(commands: Any) -> None:
+    inspect = commands.add_parser("inspect", help="what the off-policy ratios of stored rollouts are made of")
+    inspect.add_argument(
+        "source", metavar="FILE_OR_RUN", help="run directory, Parquet or JSONL file, or a directory of them"
+    )
+    inspect.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    inspect.add_argument("--html", metavar="OUT", help="a page for people")
+    inspect.add_argument(
+        "--preset", help="whose columns: estr, trl, verl, prime-rl, slime (default: seen from the file)"
+    )
+    inspect.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="OURS=THEIRS",
+        help="a column's name in the file, for example logprob=rollout_log_probs (repeatable)",
+    )
+    inspect.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, or a directory with one, to show text")
 
 
 def _positive(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import time
@@ -21,6 +22,7 @@ from estr.runtime.setup import prepared
 from estr.storage.checkpoints import Checkpoint, checkpoint_steps, latest_checkpoint
 from estr.storage.metrics import read_metrics
 from estr.storage.run_directory import RunDirectory
+from estr.storage.run_record import Ending, RunRecord
 
 
 def train(config_path: str, output: str | None, sets: list[str], *, dry_run: bool = False) -> None:
@@ -42,18 +44,22 @@ def train(config_path: str, output: str | None, sets: list[str], *, dry_run: boo
             raise
 
 
-def resume(path: str) -> None:
-    """Go on with a run from its last checkpoint, or from the start where there is none yet."""
+def resume(path: str, *, accept_changes: bool = False) -> None:
+    """Go on with a run from its last checkpoint, or from the start where there is none yet.
+
+    One that has all its steps and was killed before it could end properly is ended properly.
+    """
     with RunDirectory.open(path, lock=True) as directory:
         config = directory.config()
         validate_config(config)
         latest = latest_checkpoint(directory)
         for notice in latest.notices:
             print(f"note: {notice}", file=sys.stderr)
-        if latest.checkpoint is not None and latest.checkpoint.step >= config.run.steps:
+        complete = latest.checkpoint is not None and latest.checkpoint.step >= config.run.steps
+        if latest.checkpoint is not None and complete and RunRecord(directory).ending == "finished":
             print(f"{path} is finished: {latest.checkpoint.step} of {config.run.steps} steps are done")
             return
-        _run(config, directory, latest.checkpoint)
+        _run(config, directory, latest.checkpoint, accept_changes=accept_changes)
 
 
 def _remove_unused(directory: RunDirectory) -> None:
@@ -62,41 +68,58 @@ def _remove_unused(directory: RunDirectory) -> None:
         shutil.rmtree(directory.path, ignore_errors=True)
 
 
-def _run(config: Config, directory: RunDirectory, checkpoint: Checkpoint | None) -> None:
+def _run(
+    config: Config, directory: RunDirectory, checkpoint: Checkpoint | None, *, accept_changes: bool = False
+) -> None:
     reporter = make_reporter()
     try:
-        summary = _drive(config, directory, checkpoint, reporter)
+        summary = _drive(config, directory, checkpoint, reporter, accept_changes)
     except Interrupted:
         reporter.close()
+        _ended(directory, "interrupted")
         _write_report(directory.path, reporter)
         raise Interrupted(f"interrupted; go on with: estr resume {directory.path}") from None
     except Divergence as error:
         reporter.close()
+        _ended(directory, "diverged", str(error))
         raise RunError(
             f"{error}; lower learner.learning_rate or learner.max_grad_norm in {directory.config_path} and go on with: "
             f"estr resume {directory.path} --accept-changes"
         ) from error
     except OSError as error:
         reporter.close()
+        _ended(directory, "failed", str(error))
         raise RunError(f"{error.strerror or error} ({error.filename or directory.path})") from error
     except EstrError as error:
         reporter.close()
         if error.exit_status == RunError.exit_status:
+            _ended(directory, "failed", str(error))
             raise RunError(f"{error}; what was reached is in {directory.path}") from error
         raise
     reporter.close()
+    _ended(directory, "finished")
     report = _write_report(directory.path, reporter)
     _print_summary(summary, report)
 
 
-def _drive(config: Config, directory: RunDirectory, checkpoint: Checkpoint | None, reporter: Reporter) -> Summary:
+def _ended(directory: RunDirectory, ending: Ending, reason: str = "") -> None:
+    """Note how the run ended; on a disk that refuses, its lock and its checkpoints still say that it did."""
+    with contextlib.suppress(EstrError):
+        RunRecord(directory).end(ending, reason)
+
+
+def _drive(
+    config: Config, directory: RunDirectory, checkpoint: Checkpoint | None, reporter: Reporter, accept_changes: bool
+) -> Summary:
     """The run to its end; from its last good checkpoint again where it diverges and may go back."""
     rollbacks = Rollbacks(directory, config)
     with Interrupts() as interrupts:
         while True:
             slowed = rollbacks.slowed(config)
             try:
-                with prepared(slowed, directory, reporter, interrupts, checkpoint) as parts:
+                with prepared(
+                    slowed, directory, reporter, interrupts, checkpoint, accept_changes=accept_changes
+                ) as parts:
                     return Run(parts, interrupts).go()
             except Divergence as diagnosis:
                 checkpoint = rollbacks.go_back(diagnosis)

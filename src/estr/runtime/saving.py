@@ -10,6 +10,7 @@ from estr.models.load import is_lora, merged_state, without_bars
 from estr.runtime.pools import InlinePool, Pool
 from estr.runtime.position import adapter_tensors, window_tensors
 from estr.storage.checkpoints import checkpoint_steps, mark_best, retain_checkpoints, save_checkpoint
+from estr.storage.rollout_files import retain_rollouts
 from estr.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class CheckpointStore:
         path = save_checkpoint(self._directory, step, model, parts.loaded.tokenizer, tensors, state, kind)
         kept = retain_checkpoints(self._directory, self._config.run.keep_checkpoints)
         parts.journal.commit(step, prune_through=kept[0])
+        if keep := self._config.run.keep_rollouts:
+            retain_rollouts(self._directory, step - keep + 1)
         return path
 
     def _next_group(self, parts: Parts) -> int:

@@ -24,6 +24,7 @@ from estr.runtime.builders import build_rollout_worker, build_task, canary_token
 from estr.runtime.collector import Collector
 from estr.runtime.divergence import Rollbacks
 from estr.runtime.evaluation import Evaluation, Evaluator
+from estr.runtime.fingerprint import check_fits, fingerprint, package_changes
 from estr.runtime.interrupts import Interrupts
 from estr.runtime.journal import RunJournal
 from estr.runtime.pools import InlinePool, Pool, ProcessPool
@@ -37,6 +38,7 @@ from estr.storage.ledger import Ledger
 from estr.storage.metrics import JsonLinesWriter, MetricsWriter, TimelineWriter
 from estr.storage.rollout_files import RolloutWriter
 from estr.storage.run_directory import RunDirectory
+from estr.storage.run_record import RunRecord
 
 
 class EvaluationLog:
@@ -128,17 +130,22 @@ def prepared(
     reporter: Reporter,
     interrupts: Interrupts,
     checkpoint: Checkpoint | None = None,
+    *,
+    accept_changes: bool = False,
 ) -> Iterator[Parts]:
     """All parts of a run, from its start or from ``checkpoint``; closed on the way out.
 
+    ``accept_changes``: go on although configuration, task or model are not what the run was started with.
+
     Raises:
-        UsageError: the model, the task or their combination cannot be used.
+        UsageError: the model, the task or their combination cannot be used, or are not those of the run.
     """
     torch.set_num_threads(learner_threads(config))
     position = Position.of(checkpoint) if checkpoint is not None else Position()
     task = build_task(config)
     reporter.phase("loading the model")
     base = resolve_model(config.model, task, progress=_warmup_progress(reporter, interrupts))
+    _begin(directory, task, base, reporter, accept_changes)
     path = base if checkpoint is None or config.model.lora_rank else checkpoint.path
     loaded = load_policy(config, path)
     loaded.model.load_state_dict(position.adapters, strict=False)
@@ -197,6 +204,18 @@ def prepared(
             canary_tokens=_canary(loaded),
             rollbacks=Rollbacks(directory, config),
         )
+
+
+def _begin(directory: RunDirectory, task: Task, base: Path, reporter: Reporter, accept_changes: bool) -> None:
+    """Write down what the run is started with, or check that it is still the same."""
+    record = RunRecord(directory)
+    found = fingerprint(directory.config(), task, base)
+    if record.fingerprint is not None:
+        if not accept_changes:
+            check_fits(found, record.fingerprint, directory.path)
+        if changed := package_changes(found, record.fingerprint):
+            reporter.notice(f"the run was started with other versions, bits may differ: {', '.join(changed)}")
+    record.begin(found)
 
 
 def _minibatches(config: Config) -> dict[int, int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 import weakref
 from pathlib import Path
 
 from estr.errors import UsageError
 from estr.storage.files import disk_errors
 
+_PATIENCE = 0.3  # seconds; as long as someone who only looks whether a lock is held may hold it
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
@@ -40,7 +42,7 @@ class FileLock:
         with disk_errors("lock", self.path):
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock_patiently(descriptor)
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
             except OSError as error:
@@ -59,6 +61,32 @@ class FileLock:
             os.close(self._descriptor)
             self._descriptor = None
         _held.discard(self)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of ``path``; False where there is no such file or it cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _lock_patiently(descriptor: int) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
 
 
 def _read_holder(descriptor: int) -> str:

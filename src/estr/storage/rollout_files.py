@@ -112,6 +112,20 @@ class RolloutWriter:
         self.close()
 
 
+def retain_rollouts(run: Any, oldest: int) -> int:
+    """Remove the files of steps before ``oldest``; returns how many.
+
+    No resume reads rows of the past: what it may have to train again is in the spool.
+    """
+    directory = Path(getattr(run, "rollouts", run))
+    matches = ((path, _NAME.fullmatch(path.name)) for path in directory.glob("*.parquet"))
+    old = [path for path, match in matches if match is not None and int(match[1]) < oldest]
+    with disk_errors("remove old rollouts from", directory):
+        for path in old:
+            path.unlink(missing_ok=True)
+    return len(old)
+
+
 def read_rollouts(run_or_path: Any, columns: Sequence[str] | None = None) -> pa.Table:
     """All rows of a run, a directory of Parquet files, or one file, oldest step first.
 

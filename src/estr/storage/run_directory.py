@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
-import time
 from pathlib import Path
 from types import TracebackType
 
 from estr.config.load import dump_config, load_config
 from estr.config.sections import Config
-from estr.errors import UsageError
+from estr.errors import EstrError, UsageError
 from estr.storage.files import disk_errors, sync_directory, write_atomic
-from estr.storage.lock import FileLock
+from estr.storage.lock import FileLock, is_locked
 
 _LOCK = ".lock"
-_ABANDONED_AFTER = 60.0  # seconds after which an unlocked, unfinished sibling counts as left by a dead process
 
 
 class RunDirectory:
@@ -93,6 +92,11 @@ class RunDirectory:
         """Whether this object holds the run's lock."""
         return self._lock is not None and self._lock.held
 
+    @property
+    def in_use(self) -> bool:
+        """Whether any process, this one included, works on the run now."""
+        return self.locked or is_locked(self.lock_path)
+
     def config(self) -> Config:
         """The run's resolved configuration.
 
@@ -135,12 +139,14 @@ def _fill(aside: Path, config: Config) -> FileLock:
 def _remove_abandoned(target: Path) -> None:
     """Remove siblings that a killed ``create`` of the same path left behind."""
     for sibling in target.parent.glob(f".{_escaped(target.name)}.new-*"):
+        if not (sibling / _LOCK).exists():
+            with contextlib.suppress(OSError):
+                sibling.rmdir()
+            continue
         lock = FileLock(sibling / _LOCK)
         try:
-            if time.time() - sibling.stat().st_mtime < _ABANDONED_AFTER:
-                continue
             lock.acquire()
-        except (OSError, UsageError):
+        except (EstrError, OSError):
             continue
         shutil.rmtree(sibling, ignore_errors=True)
         lock.release()

@@ -141,7 +141,7 @@ class Run:
         parts = self._p
         parts.collector.absorb_waiting()
         parts.accounting.trained(result.action_tokens)
-        metrics = dict(result.metrics) | {"version": parts.learner.version}
+        metrics = dict(result.metrics) | parts.collector.selection.metrics() | {"version": parts.learner.version}
         if not math.isnan(parts.collector.canary_error):
             metrics["engine/canary_error"] = parts.collector.canary_error
         if boundary and self._due(self._config.run.eval_every):

@@ -52,6 +52,18 @@ LOOP = (
     "learner.max_grad_norm=0",
 )
 
+CALCULATOR = (
+    *(text for text in LOOP if text.startswith(("rollout.slots", "rollout.dtype", "schedule.", "learner."))),
+    "run.steps=20",
+    "model.path=builtin:tiny",
+    "task.name=calculator",
+    "rollout.group_size=6",
+    "rollout.max_new_tokens=40",
+    "rollout.max_turns=3",
+    "learner.learning_rate=0.001",
+)
+"""Twenty steps of the builtin model on its task, 12 trajectories a rollout batch."""
+
 
 def configured(*sets: str, base: Sequence[str] = LOOP) -> Config:
     """The configuration of the loop with changes to it, checked as ``estr train`` does."""

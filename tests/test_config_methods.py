@@ -182,9 +182,9 @@ def test_options_of_another_kind_than_the_default_are_refused(family):
 
 def test_a_number_may_stand_where_the_default_is_none():
     assert isinstance(families()[0].table(), dict)
-    registry: Registry[object] = Registry("thing")
+    registry: Registry[object] = Registry("thing", operator="thing")
 
-    @registry.register("box", description="", formula="", source="", confidence="")
+    @registry.register("box", description="", formula="", source="", confidence="", scope="token")
     class Box:
         def __init__(self, size: float | None = None) -> None:
             self.size = size

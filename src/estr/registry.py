@@ -16,7 +16,11 @@ C = TypeVar("C", bound=type[Any])
 
 @dataclass(frozen=True)
 class Method:
-    """One line of a table: what a method is, where it comes from and what it can be told."""
+    """One line of a table: what a method is, where it comes from and what it can be told.
+
+    Its place is edge × operator × scope: the ratios it reads ("B" = q/μ, "U" = π/q, "E" = π/μ, none: ""), what it acts
+    on (advantage, reward, gradient, …) and over what it decides (token, sequence, group, batch, step).
+    """
 
     name: str
     description: str
@@ -25,20 +29,36 @@ class Method:
     confidence: str
     hyperparameters: dict[str, Any]
     build: type[Any]
+    edge: str
+    operator: str
+    scope: str
 
 
 class Registry(Generic[T]):
-    """Methods of one kind by name; ``kind`` is the word that error messages use."""
+    """Methods of one kind by name; ``kind`` is the word that error messages use, ``operator`` what they act on."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, operator: str) -> None:
+        self.kind, self.operator = kind, operator
         self._methods: dict[str, Method] = {}
 
-    def register(self, name: str, *, description: str, formula: str, source: str, confidence: str) -> Callable[[C], C]:
+    def register(
+        self,
+        name: str,
+        *,
+        description: str,
+        formula: str,
+        source: str,
+        confidence: str,
+        scope: str,
+        edge: str = "",
+        operator: str | None = None,
+    ) -> Callable[[C], C]:
         """Enter a class under ``name``; its constructor's keywords with their defaults are its hyperparameters."""
+        place = {"edge": edge, "operator": operator or self.operator, "scope": scope}
 
         def enter(build: C) -> C:
-            self._methods[name] = Method(name, description, formula, source, confidence, _defaults(build), build)
+            texts = (name, description, formula, source, confidence)
+            self._methods[name] = Method(*texts, hyperparameters=_defaults(build), build=build, **place)
             return build
 
         return enter

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from estr.registry import Registry
 
-estimators: Registry[AdvantageEstimator] = Registry("advantage estimator")
+estimators: Registry[AdvantageEstimator] = Registry("advantage estimator", operator="advantage")
 
 
 @dataclass(frozen=True)

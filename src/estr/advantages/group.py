@@ -17,6 +17,7 @@ from estr.registry import choose, within
     formula="A = (r - mean_g) / (std_g + eps)",
     source="Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1; verl core_algos.py (sample deviation, eps 1e-6)",
     confidence="official code",
+    scope="group",
 )
 @dataclass
 class Grpo(AdvantageEstimator):
@@ -45,6 +46,7 @@ class Grpo(AdvantageEstimator):
     formula="A = r - mean_g",
     source="Liu et al., arXiv 2503.20783, section 3.2; TRL and verl agree",
     confidence="official code",
+    scope="group",
 )
 @dataclass
 class DrGrpo(AdvantageEstimator):
@@ -60,6 +62,7 @@ class DrGrpo(AdvantageEstimator):
     formula="A = n/(n-1) (r - mean_g)",
     source="Ahmadian et al., arXiv 2402.14740, equation 8; verl core_algos.py",
     confidence="official code",
+    scope="group",
 )
 @dataclass
 class Rloo(AdvantageEstimator):

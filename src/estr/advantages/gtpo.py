@@ -20,6 +20,7 @@ from estr.registry import choose, within
     formula="O+: a1 r + a2 H/sum(H) d;  O-: -a1 - a2 (1/H)/sum(1/H) h, sums over sequences alive at the position",
     source="arXiv 2508.04349, equations 3, 5 and 6; teilomillet/textpolicy grpo.py (GRPO-S unverified)",
     confidence="third-party code",
+    scope="token",
 )
 @dataclass
 class Gtpo(Reweighting):

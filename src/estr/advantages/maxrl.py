@@ -17,6 +17,7 @@ from estr.registry import within
     formula="A = (r - mean_g) / (mean_g + eps); a group of one: A = r",
     source="Tajwar et al., Maximum Likelihood Reinforcement Learning, arXiv 2602.02710; TRL MaxRLTrainer",
     confidence="paper",
+    scope="group",
 )
 @dataclass
 class MaxRl(AdvantageEstimator):

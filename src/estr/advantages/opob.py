@@ -20,6 +20,8 @@ _MAX_LOG_WEIGHT = 600.0
     formula="b = sum w^2 ||s||^2 r / (sum w^2 ||s||^2 + eps);  A = (r - b) / std_g",
     source="VCPO, arXiv 2602.17616, README formula (its code counts w twice); mit-han-lab/vcpo staleness_utils.py",
     confidence="official code",
+    scope="group",
+    edge="E",
 )
 @dataclass
 class OptimalOffPolicyBaseline(AdvantageEstimator):

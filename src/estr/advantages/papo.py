@@ -42,6 +42,7 @@ def entropy_response(logprob: Tensor, entropy: Tensor, correction: Tensor | None
     formula="P = A T; s = clip((H_ref - H)/H_ref, -1, 1); A' = A (1 + kappa s sign(P))",
     source="Polarity-Aware Policy Optimization, arXiv 2605.11775 (abstract); derivation of T and the rule are ours",
     confidence="reading of the abstract",
+    scope="token",
 )
 @dataclass
 class Papo(Reweighting):

@@ -11,7 +11,7 @@ from torch import Tensor
 from estr.registry import Registry
 from estr.state import Stateful
 
-rules: Registry[Reweighting] = Registry("token re-weighting")
+rules: Registry[Reweighting] = Registry("token re-weighting", operator="advantage weight")
 
 
 @dataclass

@@ -19,6 +19,7 @@ from estr.registry import choose, within
     formula="A' = omega A; omega = W on the top-P surprisal of A > 0 (C2: M on that of A < 0), else 1; all 1 gate off",
     source="arXiv 2606.19236; hp-luo/STARE core_algos.py (STAREController, compute_stare_token_weights)",
     confidence="official code",
+    scope="token",
 )
 @dataclass
 class Stare(Reweighting):

@@ -19,6 +19,7 @@ from estr.registry import choose, within
     formula="A = (G - mean) / sqrt(var_unbiased + eps) over tokens, G the discounted return of the final reward",
     source="Hu et al., REINFORCE++, arXiv 2501.03262, equations 5 to 7; verl core_algos.py",
     confidence="official code",
+    scope="batch",
 )
 @dataclass
 class ReinforcePlusPlus(AdvantageEstimator):

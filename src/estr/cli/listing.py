@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.table import Table
 
 from estr.errors import UsageError, nearest
 
+if TYPE_CHECKING:
+    from estr.cli.catalogue import Entry
+
+_EDGES = {"B": "q/μ", "U": "π/q", "E": "π/μ"}
+
 
 def show_recipes() -> None:
-    """One line an objective."""
-    from estr import recipes
+    """One line a method, family by family."""
+    from estr.cli.catalogue import catalogue
 
-    table = _table("recipe", "what it does", "confidence")
-    for name, recipe in recipes().items():
-        table.add_row(name, recipe.description, recipe.confidence)
-    _console().print(table)
+    console = _console()
+    for family in catalogue():
+        table = _table(family.title.lower(), "what it does", "place: operator edge scope", "confidence")
+        for entry in family.entries:
+            places = "; ".join(dict.fromkeys(map(str, entry.places)))
+            table.add_row(entry.name, entry.description, places, entry.confidence)
+        console.print(table)
+        console.print()
 
 
 def show_recipe(name: str) -> None:
-    """One objective in full: formula, edge, source, confidence, defaults."""
-    from estr import recipes
+    """The methods of that name in full: formula, edge, source, confidence, defaults."""
+    from estr.cli.catalogue import find, names
 
-    known = recipes()
-    if name not in known:
-        raise UsageError(f"there is no recipe {name!r}{nearest(name, known)}")
-    recipe = known[name]
-    print(f"{name}: {recipe.description}")
-    for label in ("formula", "edge", "operator", "scope", "source", "confidence"):
-        if value := getattr(recipe, label, None):
+    entries = find(name)
+    if not entries:
+        raise UsageError(f"there is no recipe {name!r}{nearest(name, names())}")
+    for entry in entries:
+        _show_entry(entry)
+
+
+def _show_entry(entry: Entry) -> None:
+    print(f"{entry.name} ({entry.family}): {entry.description}")
+    edges = "".join(sorted(set("".join(place.edge for place in entry.places))))
+    lines = {
+        "formula": entry.formula,
+        "edge": ", ".join(f"{edge} ({_EDGES[edge]})" for edge in edges) or "none",
+        "place": "; ".join(dict.fromkeys(map(str, entry.places))),
+        "reduction": entry.reduction,
+        "needs": ", ".join(entry.needs),
+        "source": entry.source,
+        "confidence": entry.confidence,
+        "note": entry.note,
+        "chosen by": entry.choose,
+    }
+    for label, value in lines.items():
+        if value:
             print(f"  {label:<11} {value}")
-    for key, value in recipe.hyperparameters.items():
-        print(f"  {key} = {value!r}")
+    for key, value in entry.hyperparameters.items():
+        allowed = entry.allowed.get(key, "")
+        print(f"  {key} = {value!r}" + (f"  {allowed}" if allowed else ""))
 
 
 def show_tasks() -> None:

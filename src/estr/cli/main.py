@@ -125,7 +125,7 @@ def build_parser() -> Parser:
     report.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
     report.add_argument("--html", metavar="OUT", help="where to write it (default: report.html in the run)")
 
-    recipes = commands.add_parser("recipes", help="objectives there are, with sources")
+    recipes = commands.add_parser("recipes", help="methods there are, of all families, with sources")
     recipes.add_argument("name", nargs="?", help="show one in full")
 
     commands.add_parser("tasks", help="tasks there are, with options")

@@ -21,6 +21,7 @@ from estr.state import finite_mean
     formula="lam(x) = alpha max(0, 1 - acc(x)/rho); loss -= mean_x lam(x) H(x); alpha += eta (tau H0 - H), alpha >= 0",
     source="Adaptive Entropy Regularization, arXiv 2510.10959 (abstract); formulas are ours, tau the paper's",
     confidence="reading of the abstract",
+    scope="group",
 )
 @dataclass
 class AdaptiveEntropy(EntropyRegularizer):

@@ -11,7 +11,7 @@ from torch import Tensor
 from estr.registry import Registry
 from estr.state import Stateful
 
-steps: Registry[StepController] = Registry("step controller")
+steps: Registry[StepController] = Registry("step controller", operator="gradient")
 
 AllReduce = Callable[[Tensor], Tensor]
 

@@ -22,6 +22,7 @@ _TINY = 1e-6
     formula="g *= min(1, max_norm / (||g|| + 1e-6))",
     source="Pascanu et al., arXiv 1211.5063; torch.nn.utils.clip_grad_norm_",
     confidence="official code",
+    scope="step",
 )
 @dataclass
 class FixedNorm(StepController):
@@ -43,6 +44,7 @@ class FixedNorm(StepController):
     formula="tau = quantile(last norms, q) once there are enough; g *= min(1, tau / (||g|| + 1e-6)); lr *= k^-decay",
     source="RQ-TTSA, arXiv 2606.22436 (abstract); buffer, quantile and order are our choice",
     confidence="reading of the abstract",
+    scope="step",
 )
 @dataclass
 class RollingQuantile(StepController):

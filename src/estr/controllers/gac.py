@@ -20,6 +20,7 @@ from estr.registry import choose, within
     formula="c = cos(g, p): c <= low: g;  low < c <= high: parallel part times low/c;  c > high: orthogonal part alone",
     source="Gradient Alignment Control, arXiv 2603.01501 (abstract); thresholds, sign, reference and factor are ours",
     confidence="reading of the abstract",
+    scope="step",
 )
 @dataclass
 class GradientAlignment(StepController):

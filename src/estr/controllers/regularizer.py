@@ -12,7 +12,7 @@ from torch import Tensor
 from estr.registry import Registry
 from estr.state import Stateful
 
-regularizers: Registry[EntropyRegularizer] = Registry("entropy regularizer")
+regularizers: Registry[EntropyRegularizer] = Registry("entropy regularizer", operator="loss term")
 
 
 @dataclass

@@ -27,6 +27,7 @@ def entropy_budget(target_entropy: float, gamma: float, length: float, rho: floa
     formula="G_t = H_t + gamma G_{t+1}; A += alpha (gamma G_{t+1} - b); loss -= alpha mean H; ln alpha += lr (B - G_0)",
     source="TECRL / DSAC-E, arXiv 2511.11592 (critics for continuous control); this critic-free form is our adaptation",
     confidence="adaptation",
+    scope="sequence",
 )
 @dataclass
 class TrajectoryEntropy(EntropyRegularizer):

@@ -44,6 +44,9 @@ def effective_sample_size(log_weight: Tensor, eps: float = 1e-8) -> dict[str, fl
     formula="scale = min(1, ess_ratio / base_ess_ratio); lr *= sqrt(scale) or scale",
     source="VCPO, arXiv 2602.17616; mit-han-lab/vcpo megatron_actor.py, staleness_utils.py",
     confidence="official code",
+    scope="batch",
+    edge="E",
+    operator="learning rate",
 )
 @dataclass
 class EffectiveSampleSizeRate(StepController):

@@ -20,7 +20,7 @@ from estr.registry import Registry, choose, within
 _FIRST_LOOK = 64  # a nucleus is seldom larger, and sorting the whole vocabulary is slow
 ROUNDING = 1e-6  # relative; a bound that a probability meets up to float32's rounding is met
 
-samplers: Registry[Sampler] = Registry("sampler")
+samplers: Registry[Sampler] = Registry("sampler", operator="distribution")
 
 
 class Distribution(NamedTuple):
@@ -76,6 +76,7 @@ def draw(
     formula="softmax(z / T) over the kept tokens, renormalized",
     source="top-p: arXiv 1904.09751; min-p: arXiv 2407.01082; order of transformers and SGLang",
     confidence="framework code",
+    scope="token",
 )
 @dataclass(frozen=True)
 class Standard(Sampler):
@@ -145,6 +146,7 @@ class Standard(Sampler):
     formula="uniform on {v in TopK: p_v ≥ delta}, p = softmax(z)",
     source="Too Correct to Learn, arXiv 2604.18493, section 2.3",
     confidence="notes on the paper and a third party's code",
+    scope="token",
 )
 @dataclass(frozen=True)
 class Cuts(Sampler):
@@ -207,6 +209,7 @@ class Cuts(Sampler):
     formula="siblings 0 … G/2 - 1: softmax(z / T); the others: CUTS",
     source="Too Correct to Learn, arXiv 2604.18493",
     confidence="notes on the paper and a third party's code",
+    scope="group",
 )
 @dataclass(frozen=True)
 class MixedCuts(Cuts):

@@ -125,7 +125,7 @@ class Recipe:
     formula: str
     source: str
     confidence: (
-        str  # "official code", "framework code", "paper", "notes on the paper", "our reading of ...", "from memory"
+        str  # "official code", "framework code", "paper", "notes on the paper", "reading of the abstract", "from memory"
     )
     parameters: Mapping[str, Parameter]
     compose: Callable[[SimpleNamespace], Composition]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from estr.registry import Registry
 
-shapings: Registry[RewardShaping] = Registry("reward shaping")
+shapings: Registry[RewardShaping] = Registry("reward shaping", operator="reward")
 
 
 @dataclass

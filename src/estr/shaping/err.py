@@ -19,6 +19,7 @@ from estr.shaping.base import RewardShaping, floating, shapings
     formula="1: min(r + lam sum relu(H[t-1] - H[t] - eps) / ln(T+1), r_max);  2: r + alpha tanh(-gamma z), z of length",
     source="ERR+, arXiv 2608.28771; XrkArul/err_response err.py, naive.py",
     confidence="official code",
+    scope="sequence",
 )
 @dataclass
 class EntropyRelief(RewardShaping):

@@ -17,6 +17,7 @@ from estr.shaping.base import RewardShaping, floating, shapings
     formula="r += min(-(length - (max_length - buffer)) / buffer * factor, 0)",
     source="DAPO, arXiv 2503.14476, equation 13; verl reward manager dapo.py",
     confidence="framework code",
+    scope="sequence",
 )
 @dataclass
 class Overlong(RewardShaping):

@@ -13,7 +13,7 @@ from estr.advantages.base import group_rewards
 from estr.registry import Registry, choose, within
 from estr.state import Stateful
 
-selections: Registry[DynamicSampling | ArbitraryEntropy] = Registry("selection rule")
+selections: Registry[DynamicSampling | ArbitraryEntropy] = Registry("selection rule", operator="selection")
 
 
 @selections.register(
@@ -22,6 +22,7 @@ selections: Registry[DynamicSampling | ArbitraryEntropy] = Registry("selection r
     formula="keep a group <=> std of its rewards > 0; a group of one is kept",
     source="DAPO, arXiv 2503.14476, equation 11; verl recipe/dapo",
     confidence="framework code",
+    scope="group",
 )
 @dataclass
 class DynamicSampling:
@@ -62,6 +63,7 @@ class Replacement:
     formula="T = high if H <= target else low; the first n of {A > threshold} join with A = 1, n halved at high H",
     source="Arbitrary Entropy Policy Optimization, arXiv 2510.08141; 597358816/AEPO ray_trainer.py",
     confidence="official code",
+    scope="sequence",
 )
 @dataclass
 class ArbitraryEntropy(Stateful):

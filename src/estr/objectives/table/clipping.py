@@ -77,7 +77,7 @@ RECIPES = (
         description="ETR (our reading): PPO's clip grows with |A| and with the group's outcome variance.",
         formula="ppo(U, A; e), e = base·(1+advantage_gain·tanh|A|)·(1+variance_gain·4p(1-p))",
         source="arXiv 2601.03723",
-        confidence="our reading of the abstract",
+        confidence="reading of the abstract",
         parameters={
             "base": number(0.2, 0),
             "advantage_gain": number(0.5, 0),

@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 
 from estr.config import Config
@@ -27,12 +29,18 @@ from estr.models.load import load_model, merged_state
 from estr.runtime.accounting import Accounting
 from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens, think_end
 from estr.runtime.collector import Collector
+from estr.runtime.interrupts import Interrupts
 from estr.runtime.messages import Event, Finished
 from estr.runtime.pools import InlinePool
 from estr.runtime.position import Position
-from estr.runtime.setup import _make_schedule, _minibatches
+from estr.runtime.reporter import SilentReporter
+from estr.runtime.run import Run
+from estr.runtime.setup import _make_schedule, _minibatches, prepared
 from estr.schedule import Group, Ticket
+from estr.storage.checkpoints import latest_checkpoint
+from estr.storage.run_directory import RunDirectory
 from estr.trajectory import Trajectory
+from loop_helpers import small
 
 LOOP = (
     "run.steps=6",
@@ -170,3 +178,36 @@ class Loop:
 def path_of(metrics: Sequence[Mapping[str, float]]) -> np.ndarray:
     """Loss and gradient norm by step, float64 [steps, 2]."""
     return np.array([[line["loss"], line["grad/norm"]] for line in metrics])
+
+
+def run(directory: Path, steps: int, stop: int | None = None, **changes: Any) -> Path:
+    """A run in this process; with ``stop`` it is resumed from that step's checkpoint by a second process' parts."""
+    config = small(run={"steps": steps, "checkpoint_every": 2}, **changes)
+    with RunDirectory.create(directory, config) as made:
+        _go(config, made, stop)
+    if stop is not None:
+        with RunDirectory.open(directory, lock=True) as made:
+            _go(config, made, None, latest_checkpoint(made).checkpoint)
+    return directory
+
+
+class Stop(Exception):  # noqa: N818
+    pass
+
+
+def _go(config: Any, directory: RunDirectory, stop: int | None, checkpoint: Any = None) -> None:
+    with Interrupts() as interrupts, prepared(config, directory, SilentReporter(), interrupts, checkpoint) as parts:
+        loop = Run(parts, interrupts)
+        if stop is None:
+            loop.go()
+            return
+        write = parts.metrics.write
+
+        def leave(step: int, metrics: Any) -> None:
+            write(step, metrics)
+            if step == stop:
+                raise Stop
+
+        parts.metrics.write = leave  # type: ignore[method-assign]
+        with pytest.raises(Stop):
+            loop.go()

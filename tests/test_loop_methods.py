@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,8 @@ from estr.controllers import controllers, regularizers
 from estr.engines.samplers import samplers
 from estr.objectives import recipes
 from estr.shaping import selections, shapings
-from loop_methods import CALCULATOR, LOOP, Loop, configured, path_of
+from loop_helpers import metrics_without_clock, rollouts
+from loop_methods import CALCULATOR, LOOP, Loop, configured, path_of, run
 
 GRPO = ("objective.recipe=grpo",)
 CORRECT = "correct_above=0.4"  # rewards of the echo task are spread over [0, 1)
@@ -142,3 +145,39 @@ def test_every_method_on_the_calculator(name: str) -> None:
     assert max(line["grad/norm"] for line in loop.metrics) > 0
     assert np.array_equal(path_of(Loop(configured(*sets, base=CALCULATOR)).go().metrics), path_of(loop.metrics))
     assert differs_from_grpo(path_of(loop.metrics), CALCULATOR) == (name not in INERT), INERT.get(name)
+
+
+EVERYTHING: dict[str, Any] = {
+    "task": {"name": "loop_tasks:Echo", "turns": 1, "coarse": 3},
+    "schedule": {"mode": "lockstep", "inter": 2, "intra": 1},
+    "objective": {
+        "recipe": "ppo_ewma",
+        "reweighting": "stare",
+        "reweighting_options": {"adaptive": True, "target_entropy": 99.0},
+        "regularizer": "aer",
+        "regularizer_options": {"correct_above": 0.5, "tau": 1.01},
+        "shaping": ["err"],
+        "selection": "dapo",
+        "kl_coef": 0.01,
+    },
+    "learner": {
+        "minibatches": 2,
+        "prompts_per_step": 2,
+        "learning_rate": 0.01,
+        "controllers": ["gac", "rq", "vcpo"],
+        "controller_options": {"gac": {"low": 0.0}, "rq": {"min_history": 2, "quantile": 0.2}},
+    },
+}
+
+
+def test_a_killed_run_with_every_family_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    """All that the families remember is in the checkpoint: the averaged weights, STARE's gate and weights, AER's
+    coefficient and first entropy, GAC's last gradient, RQ's norms."""
+    whole = run(tmp_path / "whole", 8, **EVERYTHING)
+    halves = run(tmp_path / "halves", 8, stop=5, **EVERYTHING)
+    lines = metrics_without_clock(whole)
+    assert lines == metrics_without_clock(halves)
+    assert rollouts(whole) == rollouts(halves)
+    for name in ("stare/weight_positive", "aer/alpha", "gac/cosine", "controller/threshold", "kl/reference"):
+        assert len({line[name] for line in lines if name in line}) > 2, name
+    assert len({line["learner/learning_rate"] for line in lines}) > 2

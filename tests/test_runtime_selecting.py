@@ -9,15 +9,10 @@ from typing import Any
 import pytest
 
 from estr.errors import RunError
-from estr.runtime.interrupts import Interrupts
 from estr.runtime.messages import Event, Finished, Job
-from estr.runtime.reporter import SilentReporter
-from estr.runtime.run import Run
-from estr.runtime.setup import prepared
-from estr.storage.checkpoints import latest_checkpoint
 from estr.storage.rollout_files import read_rollouts
-from estr.storage.run_directory import RunDirectory
 from loop_helpers import metrics_without_clock, rollouts, small
+from loop_methods import run
 from test_runtime_collector import ASYNC, Bench, ScriptedPool, numbers, trajectory
 
 DAPO = {"selection": "dapo"}
@@ -103,39 +98,6 @@ def test_the_number_of_dropped_groups_is_bounded(bench: Callable[..., Bench]) ->
 def test_the_bound_counts_from_one_batch_to_the_next(bench: Callable[..., Bench]) -> None:
     made = bench(flat_in(0, 3, 6), objective={"selection_options": {"max_num_gen_batches": 1}})
     assert [numbers(made.collector.next_batch(version)) for version in range(3)] == [[2, 1], [5, 4], [8, 7]]
-
-
-def run(directory: Path, steps: int, stop: int | None = None, **changes: Any) -> Path:
-    """A run in this process; with ``stop`` it is resumed from that step's checkpoint by a second process' parts."""
-    config = small(run={"steps": steps, "checkpoint_every": 2}, **changes)
-    with RunDirectory.create(directory, config) as made:
-        _go(config, made, stop)
-    if stop is not None:
-        with RunDirectory.open(directory, lock=True) as made:
-            _go(config, made, None, latest_checkpoint(made).checkpoint)
-    return directory
-
-
-class Stop(Exception):  # noqa: N818
-    pass
-
-
-def _go(config: Any, directory: RunDirectory, stop: int | None, checkpoint: Any = None) -> None:
-    with Interrupts() as interrupts, prepared(config, directory, SilentReporter(), interrupts, checkpoint) as parts:
-        loop = Run(parts, interrupts)
-        if stop is None:
-            loop.go()
-            return
-        write = parts.metrics.write
-
-        def leave(step: int, metrics: Any) -> None:
-            write(step, metrics)
-            if step == stop:
-                raise Stop
-
-        parts.metrics.write = leave  # type: ignore[method-assign]
-        with pytest.raises(Stop):
-            loop.go()
 
 
 CHANGES: dict[str, Any] = {

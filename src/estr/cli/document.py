@@ -75,7 +75,7 @@ def _section(entry: Entry) -> str:
     if entry.hyperparameters:
         lines += _hyperparameters(entry)
     lines.append(f"Source: {entry.source}. Confidence: {entry.confidence}.")
-    lines.append(f"Needs: {', '.join(f'`{name}`' for name in entry.needs)}." if entry.needs else "")
+    lines += [f"Needs: {', '.join(f'`{name}`' for name in entry.needs)}."] if entry.needs else []
     lines += ["", f"Chosen by `{entry.choose}`."] if entry.family != "objective" else []
     lines += ["", entry.note] if entry.note else []
     return "\n".join(lines).rstrip() + "\n"

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from estr.storage import rollout_files
+from estr.storage import metrics, rollout_files
 from estr.storage.checkpoints import checkpoint_steps, load_checkpoint
 from estr.storage.metrics import read_metrics
 from estr.storage.rollout_files import read_rollouts
@@ -25,6 +26,7 @@ from loop_helpers import (
     Command,
     alive,
     estr,
+    go_on,
     metrics_without_clock,
     rollouts,
     shared_files,
@@ -129,28 +131,37 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path, capsys: pytest.Capture
 FULL: dict[str, Any] = {"run": {"steps": 8, "checkpoint_every": 2}, "learner": {"minibatches": 2}}
 
 
+@pytest.mark.parametrize(
+    ("module", "function", "where"),
+    [(rollout_files, "write_atomic", "rollouts/step-000005.parquet"), (metrics, "write_all", "metrics.jsonl")],
+    ids=["rollouts", "metrics"],
+)
 def test_a_disk_that_fails_once_costs_nothing_but_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    function: str,
+    where: str,
 ) -> None:
-    """Rollouts of step 5 cannot be written. Exit status 1; what was written before is whole; resumed, the run is the
-    one that would have been."""
+    """Something of step 5, the first of two minibatches, cannot be written. Exit status 1; what was written before is
+    whole; no checkpoint is made between minibatches; resumed, the run is the one that would have been."""
     config, run = write_config(tmp_path / "run.toml", **FULL), tmp_path / "run"
-    write = rollout_files.write_atomic
+    write = getattr(module, function)
 
-    def full_at_step_5(path: Path, data: bytes) -> None:
-        if path.name == "step-000005.parquet":
+    def full_at_step_5(target: Any, data: bytes) -> None:
+        if b'"step": 5' in data or str(target).endswith("step-000005.parquet"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, data)
+        write(target, data)
 
-    monkeypatch.setattr(rollout_files, "write_atomic", full_at_step_5)
+    monkeypatch.setattr(module, function, full_at_step_5)
     outcome = estr(capsys, "train", config, "--output", run)
     assert outcome.status == 1
-    assert f"{run}/rollouts/step-000005.parquet: the disk is full; free some space" in outcome.complaint
+    assert f"cannot write {run}/{where}: the disk is full; free some space" in outcome.complaint
     assert f"what was reached is in {run}" in outcome.complaint
     assert max(checkpoint_steps(RunDirectory.open(run))) == 4
     monkeypatch.undo()
-    resumed = estr(capsys, "resume", run)
-    assert resumed.status == 0, resumed.err
+    go_on(run)
     straight = train(small(**FULL), tmp_path / "straight")
     assert metrics_without_clock(run) == metrics_without_clock(straight)
     assert rollouts(run) == rollouts(straight)

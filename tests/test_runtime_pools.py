@@ -22,7 +22,7 @@ from estr.runtime.builders import build_rollout_worker, build_task, canary_token
 from estr.runtime.messages import Activity, Died, Event, Finished, Job, Synced
 from estr.runtime.pools import InlinePool, ProcessPool
 from estr.runtime.rollout import RolloutWorker
-from estr.trajectory import Trajectory
+from estr.trajectory import Trajectory, derive_seed
 from loop_helpers import alive, assert_replays, plain_model, shared_files, small, wait_for
 from loop_helpers import replay as replayed
 
@@ -295,8 +295,21 @@ def test_versions_of_a_checkpoint_come_back_bit_for_bit_in_engine_precision(home
         assert all(torch.equal(tensor, resumed.versions[version][name]) for name, tensor in tensors.items())
 
 
+def test_another_attempt_has_another_seed_and_other_tokens(home: Home) -> None:
+    pool = inline(home, window=1)
+    home.close()
+    home.version = -1
+    home.publish(pool)
+    first = home.jobs(1)[0]
+    pool.submit([first, replace(first, attempt=1), replace(first, sibling=1)])
+    trajectories = [event.trajectory for event in pool.events(0.0) if isinstance(event, Finished)]
+    assert {t.seed for t in trajectories} == {derive_seed(5, first.group, *which) for which in ((0, 0), (0, 1), (1, 0))}
+    assert len({t.segments[0].tokens.tobytes() for t in trajectories}) == 3
+
+
 def test_a_cancelled_group_is_not_generated(home: Home) -> None:
     pool = inline(home, window=1)
+    home.close()
     home.version = -1
     home.publish(pool)
     first, second = home.jobs(2), home.jobs(2)
@@ -304,4 +317,3 @@ def test_a_cancelled_group_is_not_generated(home: Home) -> None:
     pool.cancel_group(first[0].group)
     groups = [event.trajectory.group for event in pool.events(0.0) if isinstance(event, Finished)]
     assert groups == [second[0].group] * 2
-    home.close()

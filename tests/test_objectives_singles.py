@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from estr import TokenBatch, objective
+from estr import TokenBatch, advantage, objective
 from estr.objectives.budgets import second_moment_threshold
 from estr.objectives.context import binary_kl, quantile
 from estr.objectives.surrogates import hill_contraction
@@ -472,3 +472,35 @@ def test_topr_by_reward():
     batch = f8(reward=column(0, 1))
     _, g = run("topr", batch, sign="reward", positive_weight=2, negative_weight=3)
     close(g, [3, 3, 3, 3, -1, -1, -1, -1])
+
+
+def test_clip_cov_drops_the_exact_count_among_twins() -> None:
+    """Siblings with the same tokens look alike to a draw by content; only one of them may go."""
+    logprob = torch.tensor([-0.1] * 4 + [-3.0] * 4)
+    batch = TokenBatch(
+        logprob=logprob,
+        behavior_logprob=logprob,
+        advantage=torch.tensor([1.0] * 4 + [-1.0] * 4),
+        sequence=torch.arange(8),
+    )
+    recipe = objective("clip_cov", ratio=0.13, low=-0.5, high=5.0)
+    dropped = set()
+    for seed in range(40):
+        keep = recipe(batch, generator=torch.Generator().manual_seed(seed)).keep
+        assert int((~keep).sum()) == 1
+        dropped.add(int((~keep).nonzero()))
+    assert len(dropped) > 1
+    whole = recipe.statistics(batch)
+    parts = [batch.slice(0, 3), batch.slice(3, 8)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        outputs = [recipe(part, 8, 8, whole, generator) for part in parts]
+        assert sum(int((~output.keep).sum()) for output in outputs) == 1
+
+
+@pytest.mark.parametrize("name", [None, 3, ["estr"]])
+def test_a_name_that_is_no_text_is_a_value_error(name: object) -> None:
+    with pytest.raises(ValueError, match="unknown recipe"):
+        objective(name)
+    with pytest.raises(ValueError, match="unknown advantage"):
+        advantage(name)

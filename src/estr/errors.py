@@ -34,7 +34,7 @@ class MissingExtraError(UsageError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name closest to ``name``, as the end of a sentence: ``"; did you mean 'tau'?"``, or a list of all."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known are {', '.join(names)}" if names else ""

@@ -73,7 +73,7 @@ class Registry(Generic[T]):
         Raises ``ValueError``, naming the nearest known one, for an unknown name or option, and for a value that the
         method refuses.
         """
-        if name not in self._methods:
+        if not isinstance(name, str) or name not in self._methods:
             raise ValueError(f"unknown {self.kind} {name!r}{nearest(name, self._methods)}")
         method = self._methods[name]
         for option in options:

@@ -17,7 +17,9 @@ _MASK = (1 << 63) - 1
 class Draw:
     """Clip-Cov's random choice among the candidates of an optimizer batch: drawn once, on first use.
 
-    Micro-batches that share it agree, because a token's place in the order depends on its content and the salt alone.
+    Micro-batches that share it agree, because a token's place in the order depends on its content, that of its
+    sequence, and the salt alone. Of tokens that are equal even in that (twin trajectories) the first ones of a pass over
+    the batch are taken, so that the count is exact.
     """
 
     mean_advantage: Tensor
@@ -26,16 +28,29 @@ class Draw:
     count: int  # how many of them are to be dropped
     salt: int | None = None
     limit: Tensor | None = None
+    room: int = 0  # how many of those at the limit are taken
+    seen: int = 0  # candidates met in this pass over the batch
+    tied: int = 0  # of them, those at the limit
 
-    def chosen(self, context: Context, hashes: Tensor) -> Tensor:
-        """bool [N]: which tokens are among the ``count`` candidates drawn, if they are candidates at all."""
+    def chosen(self, context: Context, hashes: Tensor, candidate: Tensor) -> Tensor:
+        """bool [N]: which of the candidates are among the ``count`` drawn."""
         if self.count == 0:
-            return torch.zeros_like(context.valid)
+            return torch.zeros_like(candidate)
         if self.salt is None or self.limit is None:
             self.salt = _draw(context.generator)
             order = _mix(self.candidates ^ self.salt)
             self.limit = order.kthvalue(self.count).values
-        return _mix(hashes ^ self.salt) <= self.limit
+            self.room = self.count - int((order < self.limit).sum())
+        order = _mix(hashes ^ self.salt)
+        tied = candidate & (order == self.limit)
+        taken = tied & (tied.cumsum(0) + self.tied <= self.room)
+        self._count(int(candidate.sum()), int(tied.sum()))
+        return candidate & ((order < self.limit) | taken)
+
+    def _count(self, candidates: int, tied: int) -> None:
+        self.seen, self.tied = self.seen + candidates, self.tied + tied
+        if self.seen >= self.candidates.numel():
+            self.seen = self.tied = 0
 
 
 def clip_covariance(share: float, low: float, high: float, clip_low: float, clip_high: float) -> Gate:
@@ -57,7 +72,7 @@ def clip_covariance(share: float, low: float, high: float, clip_low: float, clip
 
     def apply(context: Context, draw: Draw) -> Tensor:
         dropped = candidates(context, (draw.mean_advantage, draw.mean_logprob))
-        return ~(dropped & draw.chosen(context, _content(context)))
+        return ~draw.chosen(context, _content(context), dropped)
 
     return Gate("not drawn among high covariance", "U", "token", apply, measure=measure)
 
@@ -104,10 +119,13 @@ def _draw(generator: torch.Generator | None) -> int:
 
 
 def _content(context: Context) -> Tensor:
-    """int64 [N]: a hash of log μ, advantage and position in the sequence, the same in every split of a batch."""
+    """int64 [N]: a hash of log μ, advantage, position and the whole sequence, the same in every split of a batch."""
     bits = _mix(context.log_mu.to(torch.float64).view(torch.int64))
     bits = _mix(bits ^ context.advantage.to(torch.float64).view(torch.int64))
-    return _mix(bits ^ context.position)
+    bits = _mix(bits ^ context.position)
+    sequence = context.batch.sequence
+    whole = bits.new_zeros(context.batch.sequence_count).index_add_(0, sequence, bits)
+    return _mix(bits ^ _mix(whole)[sequence])
 
 
 def _mix(x: Tensor) -> Tensor:

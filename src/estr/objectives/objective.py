@@ -164,7 +164,7 @@ def _measure(part: Part, context: Context) -> Any:
 
 def objective(name: str, **hyperparameters: Any) -> Objective:
     """The objective of a recipe; see ``recipes()`` for names, hyperparameters and sources."""
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}{nearest(name, RECIPES)}")
     return Objective(RECIPES[name], hyperparameters)
 

@@ -124,9 +124,7 @@ class Recipe:
     description: str  # one line
     formula: str
     source: str
-    confidence: (
-        str  # "official code", "framework code", "paper", "notes on the paper", "reading of the abstract", "from memory"
-    )
+    confidence: str  # "official code", "framework code", "paper", "reading of the abstract" and the like
     parameters: Mapping[str, Parameter]
     compose: Callable[[SimpleNamespace], Composition]
     denominator: str = "all"

@@ -18,8 +18,8 @@ class Draw:
     """Clip-Cov's random choice among the candidates of an optimizer batch: drawn once, on first use.
 
     Micro-batches that share it agree, because a token's place in the order depends on its content, that of its
-    sequence, and the salt alone. Of tokens that are equal even in that (twin trajectories) the first ones of a pass over
-    the batch are taken, so that the count is exact.
+    sequence, and the salt alone. Of tokens that are equal even in that (twin trajectories) the first ones of a pass
+    over the batch are taken, so that the count is exact.
     """
 
     mean_advantage: Tensor

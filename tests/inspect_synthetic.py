@@ -270,7 +270,7 @@ def write_ours_jsonl(rollouts: Rollouts, path: Path, without: tuple[str, ...] = 
 
 def write_trl(rollouts: Rollouts, path: Path, batch: int = 16) -> Path:
     """Padded batches under the names of TRL's GRPOTrainer, one batch a line: prompts padded left, completions right."""
-    S, L = rollouts.alive.shape
+    S = len(rollouts.alive)
     lines = []
     for first in range(0, S, batch):
         part = slice(first, first + batch)
@@ -292,7 +292,7 @@ def write_trl(rollouts: Rollouts, path: Path, batch: int = 16) -> Path:
 
 def write_verl(rollouts: Rollouts, path: Path) -> Path:
     """Padded rows under the names of verl's DataProto."""
-    S, L = rollouts.alive.shape
+    S = len(rollouts.alive)
     lines = []
     for s in range(S):
         alive = rollouts.alive[s]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,21 @@ class ScriptedEngine:
         self.max_context = 10_000
 
     def start(
-        self, key: str, tokens: Sequence[int], *, seed: int, limit: int, rule: Any = None, explore: bool = False
+        self,
+        key: str,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        limit: int,
+        rule: Any = None,
+        explore: bool = False,
+        history: Any = None,
     ) -> None:
         if len(tokens) >= self.max_context:
             raise ValueError(f"a prompt of {len(tokens)} tokens leaves no room in a context of {self.max_context}")
-        self._rows[key] = [(token, False) for token in tokens]
-        self._turns[key] = 0
+        before = [] if history is None else list(zip(history.tokens.tolist(), history.action.tolist(), strict=True))
+        self._rows[key] = before + [(token, False) for token in tokens]
+        self._turns[key] = sum(b and not a for a, b in pairwise([False, *(action for _, action in before)]))
         self._running.append(key)
 
     def extend(self, key: str, tokens: Sequence[int], *, seed: int, limit: int) -> bool:
@@ -44,6 +54,9 @@ class ScriptedEngine:
         self._rows[key] = [(token, False) for token in tokens]
         self._running.append(key)
         return segment
+
+    def peek(self, key: str) -> Segment:
+        return self._segment(key)
 
     def release(self, key: str) -> Segment:
         segment = self._segment(key)

@@ -29,7 +29,7 @@ from estr.learner.rollouts import minibatch_plan
 from estr.runtime.accounting import Accounting
 from estr.runtime.collector import Collector
 from estr.runtime.journal import RunJournal
-from estr.runtime.messages import Failed, Finished
+from estr.runtime.messages import Failed, Finished, Progress
 from estr.runtime.setup import _minibatches
 from estr.schedule import Schedule, ScheduleRules
 from estr.storage.ledger import Ledger
@@ -67,7 +67,8 @@ class LogicalPool:
     def submit(self, jobs):
         for job in jobs:
             assert job.key not in self.running, f"{job.key} was submitted twice"
-            self.running[job.key] = Running(job)
+            first = None if job.progress is None else int(job.progress.trajectory.action_versions[0])
+            self.running[job.key] = Running(job, first)
 
     def events(self, timeout):
         if timeout and not self.queue:
@@ -97,7 +98,7 @@ def finished(job, first, last):
 
 
 def about(event):
-    return event.trajectory if isinstance(event, Finished) else event.job
+    return event.job if isinstance(event, Failed) else event.trajectory
 
 
 class ResumeMachine(RuleBasedStateMachine):
@@ -165,6 +166,12 @@ class ResumeMachine(RuleBasedStateMachine):
         one = self.pool.running.pop(data.draw(st.sampled_from(self.jobs(started=True))))
         self.pool.queue += [Finished(finished(one.job, one.first, self.version))] * (1 + twice)
 
+    @precondition(lambda self: self.jobs(started=True))
+    @rule(data=st.data())
+    def end_a_turn(self, data):
+        one = self.pool.running[data.draw(st.sampled_from(self.jobs(started=True)))]
+        self.pool.queue.append(Progress(finished(one.job, one.first, self.version), [], 1, "stop", None))
+
     @precondition(lambda self: self.jobs())
     @rule(data=st.data(), final=st.booleans())
     def fail(self, data, final):
@@ -182,6 +189,8 @@ class ResumeMachine(RuleBasedStateMachine):
             one = self.pool.running[draw.choice(self.jobs())]
             if one.first is None:
                 one.first = self.version
+            elif draw.random() < 0.2:
+                self.pool.queue.append(Progress(finished(one.job, one.first, self.version), [], 1, "stop", None))
             elif draw.random() < 0.03:
                 self.pool.queue.append(Failed(self.pool.running.pop(one.job.key).job, "the tool broke"))
             else:
@@ -191,7 +200,7 @@ class ResumeMachine(RuleBasedStateMachine):
     @rule()
     def an_engine_dies(self):
         for one in self.pool.running.values():
-            one.first = None
+            one.first = None if one.job.progress is None else int(one.job.progress.trajectory.action_versions[0])
 
     # ------------------------------------------------------------------ the learner
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from scripted import ScriptedEngine
 
 from estr.environments.base import Environment, Message, Problem, Reply
 from estr.environments.registry import make_task
 from estr.models.tokenizer import builtin_tokenizer
 from estr.runtime.messages import Failed, Finished, Job, VersionWindow
 from estr.runtime.rollout import EpisodeLimits, RolloutWorker
+from scripted import ScriptedEngine
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,9 @@ class OneTask:
         return iter(())
 
 
-def worker(tokenizer: Any, script: Any, make: Any = None, *, clock: Any = None, end: str = "stop", **changes: Any) -> Any:
+def worker(
+    tokenizer: Any, script: Any, make: Any = None, *, clock: Any = None, end: str = "stop", **changes: Any
+) -> Any:
     make = make or (lambda: make_task("calculator").environment())
     limits = EpisodeLimits(**({"max_new_tokens": 30, "max_turns": 4, "tool_timeout": 30.0} | changes))
     engine = ScriptedEngine(tokenizer, script, end=end)

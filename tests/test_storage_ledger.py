@@ -459,10 +459,10 @@ def test_a_ledger_of_another_format_is_refused(tmp_path):
     path = tmp_path / "ledger.sqlite"
     Ledger(path).close()
     raw = sqlite3.connect(path)
-    raw.execute("UPDATE meta SET value = '2' WHERE key = 'format'")
+    raw.execute("UPDATE meta SET value = '99' WHERE key = 'format'")
     raw.commit()
     raw.close()
-    with pytest.raises(RunError, match="has format 2"):
+    with pytest.raises(RunError, match="has format 99"):
         Ledger(path)
 
 

@@ -23,7 +23,7 @@ _HOME = {
     "advantage": "estr.advantages",
 }
 
-__all__ = ["TokenBatch", "advantage", "objective", "recipes"]  # noqa: F822
+__all__ = ["TokenBatch", "advantage", "objective", "recipes"]
 
 
 def __getattr__(name: str) -> Any:

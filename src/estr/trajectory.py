@@ -88,6 +88,11 @@ class Segment:
         return int(self.action.sum())
 
 
+def trajectory_id(group: int, sibling: int, attempt: int) -> str:
+    """The name of an attempt at a sibling of a group, unique in a run."""
+    return f"{group:08d}-{sibling:03d}" + (f".{attempt}" if attempt else "")
+
+
 @dataclass
 class Trajectory:
     """One attempt at one problem: one segment, or several where a history forked."""
@@ -106,11 +111,11 @@ class Trajectory:
     error: str | None = None
     forks: int = 0  # segments beyond the first
     group_key: str = ""  # stable id of the problem, the same for all siblings
+    resumed_at: list[int] = field(default_factory=list)  # turns after which it went on in another process, re-prefilled
 
     @property
     def trajectory_id(self) -> str:
-        suffix = f".{self.attempt}" if self.attempt else ""
-        return f"{self.group:08d}-{self.sibling:03d}{suffix}"
+        return trajectory_id(self.group, self.sibling, self.attempt)
 
     @property
     def action_versions(self) -> NDArray[np.int32]:

@@ -17,14 +17,10 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, description="Every random choice of the run is derived from it.")
     steps: int = Field(100, ge=0, description="Optimizer steps.")
     output: str = Field("", description="Run directory; empty: runs/<task>-<recipe>-<time>.")
-    checkpoint_every: int = Field(
-        50, ge=1, description="Optimizer steps between checkpoints, at the end of a batch."
-    )
+    checkpoint_every: int = Field(50, ge=1, description="Optimizer steps between checkpoints, at the end of a batch.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept, beside the best and the last.")
     keep_rollouts: int = Field(0, ge=0, description="Optimizer steps whose stored rollouts are kept; 0: all.")
-    eval_every: int = Field(
-        0, ge=0, description="Steps between evaluations, at the end of a batch; 0: never."
-    )
+    eval_every: int = Field(0, ge=0, description="Steps between evaluations, at the end of a batch; 0: never.")
     eval_prompts: int = Field(300, ge=1, description="Held-out problems per evaluation.")
     eval_temperature: float = Field(1.0, ge=0, description="Decoding temperature of evaluations; 0 is greedy.")
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(

@@ -69,8 +69,16 @@ class _Start:
     seed: int
     limit: int
     rule: VersionRule | None = None
-    actions: int = 0
     explore: bool = False
+    history: Segment | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + (len(self.history.tokens) if self.history is not None else 0)
+
+    @property
+    def actions(self) -> int:
+        return self.history.action_count if self.history is not None else 0
 
 
 @dataclass
@@ -148,13 +156,21 @@ class LocalEngine:
         limit: int,
         rule: VersionRule | None = None,
         explore: bool = False,
+        history: Segment | None = None,
     ) -> None:
-        """Begin a conversation whose prompt is ``tokens``; its first turn has at most ``limit`` tokens. ``explore``: an
-        exploring sampler (CUTS) treats this row."""
+        """Begin a conversation whose prompt is ``tokens``; its first turn has at most ``limit`` tokens.
+
+        ``explore``: an exploring sampler (CUTS) treats this row. ``history``: the row as another engine left it, which
+        ``tokens`` continue; it is read again under the weights of now, and what is known of its tokens is kept.
+
+        Raises:
+            ValueError: the key is in use, or there is no room for the row.
+        """
         if key in self._rows or any(start.key == key for start in self._queue):
             raise ValueError(f"the engine already runs {key!r}")
-        self._check_room(len(tokens))
-        self._queue.append(_Start(key, tokens, seed, limit, rule, explore=explore))
+        start = _Start(key, tokens, seed, limit, rule, explore, history)
+        self._check_room(start.length)
+        self._queue.append(start)
 
     def extend(self, key: str, tokens: Sequence[int], *, seed: int, limit: int) -> bool:
         """Append text that the policy did not sample to a parked conversation and let it act again; False, with
@@ -180,6 +196,10 @@ class LocalEngine:
         self._store.append(row.index, tokens)
         self._begin_turn(row, seed, limit)
         return segment
+
+    def peek(self, key: str) -> Segment:
+        """A copy of a parked conversation's row."""
+        return self._store.segment(self._parked(key).index)
 
     def release(self, key: str) -> Segment:
         """End a parked conversation and free its row."""
@@ -228,8 +248,10 @@ class LocalEngine:
             index = next(i for i in range(len(self._at) - 1, -1, -1) if self._at[i] is None)
             row = _Row(start.key, index, rule=start.rule, actions=start.actions)
             self._rows[start.key], self._at[index] = row, row
-            self._reserve(len(start.tokens) + 1)
+            self._reserve(start.length + 1)
             self._store.clear(index)
+            if start.history is not None:
+                self._store.append_segment(index, start.history)
             self._store.append(index, start.tokens)
             self._store.explore[index] = start.explore
             self._begin_turn(row, start.seed, start.limit)

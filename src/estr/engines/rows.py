@@ -23,6 +23,14 @@ class Extra:
     topk_ids: list[NDArray[np.int32]] = field(default_factory=list)
     topk_logprob: list[NDArray[np.float32]] = field(default_factory=list)
 
+    def extend(self, segment: Segment) -> None:
+        """Add what a segment holds."""
+        if segment.support is not None:
+            self.support += [segment.support[i] for i in range(len(segment.support))]
+        if segment.topk_ids is not None and segment.topk_logprob is not None:
+            self.topk_ids += list(segment.topk_ids)
+            self.topk_logprob += list(segment.topk_logprob)
+
     def columns(self) -> dict[str, Support | NDArray[np.int32] | NDArray[np.float32]]:
         """The optional columns of a Segment."""
         found: dict[str, Support | NDArray[np.int32] | NDArray[np.float32]] = {}
@@ -68,6 +76,16 @@ class RowStore:
         start = int(self.length[row])
         self.tokens[row, start : start + len(tokens)] = torch.as_tensor(list(tokens), dtype=torch.int64)
         self.length[row] = start + len(tokens)
+
+    def append_segment(self, row: int, segment: Segment) -> None:
+        """Append a row that another engine produced, with all that is known of its tokens."""
+        start = int(self.length[row])
+        span = slice(start, start + len(segment.tokens))
+        for name in ("tokens", "action", "logprob", "entropy", "version"):
+            column: Tensor = getattr(self, name)
+            column[row, span] = torch.from_numpy(getattr(segment, name)).to(column.dtype)
+        self.length[row] = span.stop
+        self._extra[row].extend(segment)
 
     def begin_turn(self, row: int, limit: int, uniform: NDArray[np.float64]) -> None:
         self.turn_start[row] = self.length[row]

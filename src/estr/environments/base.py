@@ -58,6 +58,21 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class Restorable(Protocol):
+    """What an environment may implement beside :class:`Environment` so that an episode can go on from its last finished
+    turn in another process; one that does not is begun anew after a crash."""
+
+    def state(self) -> Any:
+        """Everything that ``step`` and ``reward`` depend on, as JSON can hold it; called in place before each ``step``,
+        so it must be cheap."""
+        ...
+
+    def restore(self, problem: Problem, seed: int, state: Any) -> None:
+        """Called once, instead of ``reset``: be as you were when ``state`` was taken."""
+        ...
+
+
+@runtime_checkable
 class Task(Protocol):
     """A named source of problems and of environments to solve them in."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from estr.environments import tool_call, verify
 from estr.environments.base import Message, Problem, Reply
@@ -46,6 +47,14 @@ class CalculatorEnvironment:
         self._turn = 0
         self._final: str | None = None
         return opening(problem.prompt, self.instructions)
+
+    def state(self) -> dict[str, Any]:
+        """The number of turns so far and the text of the final answer, if there is one."""
+        return {"turn": self._turn, "final": self._final}
+
+    def restore(self, problem: Problem, seed: int, state: dict[str, Any]) -> None:
+        self.reset(problem, seed)
+        self._turn, self._final = int(state["turn"]), state["final"]
 
     def step(self, text: str) -> Reply:
         turn, self._turn = self._turn, self._turn + 1

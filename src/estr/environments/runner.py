@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from estr.environments.base import Environment, Message, Problem, Reply
+from estr.environments.base import Environment, Message, Problem, Reply, Restorable
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -98,6 +99,32 @@ def start_reset(
     return pending._launch(lambda: _opening(environment.reset(problem, seed)), _blocks(environment))
 
 
+def start_restore(
+    environment: Environment,
+    problem: Problem,
+    seed: int,
+    state: Any,
+    timeout: float = 30.0,
+    clock: Clock = time.monotonic,
+) -> Pending[Literal["restored"]]:
+    """Bring a restorable environment into a stored state, as ``take_state`` gave it. ``timeout`` in seconds."""
+    pending: Pending[Literal["restored"]] = Pending(_name(environment, "restore"), timeout, clock)
+    return pending._launch(lambda: _restored(environment, problem, seed, state), _blocks(environment))
+
+
+def take_state(environment: Environment) -> Any | EnvironmentFailure:
+    """The state of an environment as plain JSON; None where it cannot be restored."""
+    if not isinstance(environment, Restorable):
+        return None
+    what = _name(environment, "state")
+    try:
+        return json.loads(json.dumps({"state": environment.state()}, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        return EnvironmentFailure(f"{what} returned what JSON cannot hold: {_cause(error)}")
+    except Exception as error:
+        return EnvironmentFailure(f"{what} raised {_cause(error)}")
+
+
 def start(environment: Environment, text: str, timeout: float = 30.0, clock: Clock = time.monotonic) -> Pending[Reply]:
     """Hand one assistant turn to the environment; the outcome is its reply. ``timeout`` in seconds."""
     pending: Pending[Reply] = Pending(_name(environment, "step"), timeout, clock)
@@ -134,6 +161,12 @@ def _blocks(environment: Environment) -> bool:
 
 def _delay(value: Any) -> float:
     return value.delay if isinstance(value, Reply) else 0.0
+
+
+def _restored(environment: Environment, problem: Problem, seed: int, state: Any) -> Literal["restored"]:
+    assert isinstance(environment, Restorable)
+    environment.restore(problem, seed, state["state"])
+    return "restored"
 
 
 def _reply(value: Any) -> Reply:

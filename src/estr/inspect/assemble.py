@@ -13,6 +13,18 @@ from estr.inspect.table import Ragged, Table, numbers
 
 _LOGPROBS = ("logprob", "learner_logprob", "proximal_logprob")
 _ENTROPIES = ("entropy", "entropy_upper", "learner_entropy")
+_NUMBERS = (
+    "reward",
+    "advantage",
+    "version",
+    "version_first",
+    "version_last",
+    "target_version",
+    "trained_step",
+    "temperature",
+    "top_p",
+    "top_k",
+)
 _KINDS = ("exact", "bounded", "proxy")
 
 
@@ -29,11 +41,7 @@ def assemble(table: Table, source: str, preset: str) -> Dump:
         column = table.lists.get(name)
         columns[name] = frame.align(name, column, misplaced) if column is not None else frame.nothing()
     row, stream, position = frame.row, *frame.stream()
-    scalar = {
-        name: _scalar(table, name)
-        for name in ("reward", "advantage", "version", "version_first", "version_last", "target_version")
-        + ("trained_step", "temperature", "top_p", "top_k")
-    }
+    scalar = {name: _scalar(table, name) for name in _NUMBERS}
     _ends_of_calls(table.lists.get("versions"), scalar)
     version = _versions(columns["version"], scalar, row)
     by_token = np.where(np.isnan(columns["token_advantage"]), columns["advantage"], columns["token_advantage"])
@@ -126,8 +134,9 @@ class _Frame:
         if tokens is None:
             return None, self._rank()
         if not np.isfinite(tokens.values).all():
-            bad = int(np.searchsorted(tokens.offsets, np.flatnonzero(~np.isfinite(tokens.values))[0], side="right")) - 1
-            raise UsageError(f"{self._table.place(bad)}: tokens must be whole numbers, one of them is missing")
+            entry = np.flatnonzero(~np.isfinite(tokens.values))[0]
+            row = int(np.searchsorted(tokens.offsets, entry, side="right")) - 1
+            raise UsageError(f"{self._table.place(row)}: tokens must be whole numbers, one of them is missing")
         position = self.within + (tokens.lengths - self.lengths)[self.row]
         compact = (tokens.lengths == self.actions) & (tokens.lengths != self.lengths)
         position = np.where(compact[self.row], self._rank(), position)
@@ -142,9 +151,8 @@ class _Frame:
         return np.arange(len(self.row)) - begin[self.row]
 
     def _first_action(self) -> Ints:
-        first = np.copy(self.lengths)
-        if len(self.row):
-            np.minimum.at(first, self.row, self.within)
+        first = self.lengths.copy()
+        np.minimum.at(first, self.row, self.within)
         return first
 
     def _stream_lengths(self) -> Ints:
@@ -223,9 +231,9 @@ def _ends_of_calls(calls: Ragged | None, scalar: dict[str, Floats]) -> None:
     if calls is None or not len(calls.values):
         return
     there = calls.lengths > 0
-    first = calls.offsets[:-1][there]
-    scalar["version_first"][there] = calls.values[first]
-    scalar["version_last"][there] = calls.values[first + calls.lengths[there] - 1]
+    begin: Ints = calls.offsets[:-1][there]
+    scalar["version_first"][there] = calls.values[begin]
+    scalar["version_last"][there] = calls.values[begin + calls.lengths[there] - 1]
 
 
 def _versions(by_token: Floats, scalar: dict[str, Floats], row: Ints) -> Floats:

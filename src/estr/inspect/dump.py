@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Stream:
-    """The token ids of R rows one after the other, prompts and tool text included; row r is ids[offsets[r]:offsets[r+1]]."""
+    """Token ids of R rows one after the other, with prompts and tool text: row r is ids[offsets[r]:offsets[r+1]]."""
 
     ids: Ints  # [M]
     offsets: Ints  # [R + 1]

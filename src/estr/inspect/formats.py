@@ -2,8 +2,8 @@
 
 Sources (read in August 2026): TRL ``GRPOTrainer`` (the batch it trains on, and ``completions/*.parquet`` of
 ``log_completions``); verl ``RayPPOTrainer`` (``DataProto`` batches, and the JSONL of ``trainer.rollout_data_dir``);
-prime-rl ``TokenExporter`` (``token_exports/step_*/rank_*.jsonl`` of ``enable_token_export``); slime ``Sample.to_dict()``
-and the samples of ``--save-debug-train-data``, written as JSON lines.
+prime-rl ``TokenExporter`` (``token_exports/step_*/rank_*.jsonl`` of ``enable_token_export``); slime
+``Sample.to_dict()`` and the samples of ``--save-debug-train-data``, written as JSON lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Columns of a dump before they are aligned: ragged lists and scalars, one entry a row, with the place each came from."""
+"""Columns of a dump before they are aligned: ragged lists and scalars, one entry a row, and where each came from."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ragged:
 
     @property
     def offsets(self) -> Ints:
-        return np.concatenate([[0], np.cumsum(self.lengths)])
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths)])
 
     @classmethod
     def of(cls, parts: list[Floats | None]) -> Ragged:

@@ -51,6 +51,11 @@ class Conversation:
         self.prompt_ids: list[int] = self._format.encode(self._text)
 
     @property
+    def messages(self) -> list[Message]:
+        """All messages so far; a conversation made from them goes on where this one stands."""
+        return list(self._messages)
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Every id that ends a turn."""
         return self._format.end_ids

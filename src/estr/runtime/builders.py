@@ -59,6 +59,7 @@ def build_rollout_worker(
     dtype: str | None = None,
     wait_for_tools: bool = True,
     calls: Calls | None = None,
+    keep_progress: bool = False,
 ) -> RolloutWorker:
     """Episodes on a local engine around ``model``; the engine has no weights until it is given some.
 
@@ -81,7 +82,9 @@ def build_rollout_worker(
     )
     engine = LocalEngine(model, settings, StopTexts(tokenizer, stops) if stops else None)
     limits = EpisodeLimits(rollout.max_new_tokens, rollout.max_turns, config.task.tool_timeout)
-    return RolloutWorker(engine, task, tokenizer, limits, wait_for_tools=wait_for_tools, calls=calls)
+    return RolloutWorker(
+        engine, task, tokenizer, limits, wait_for_tools=wait_for_tools, calls=calls, keep_progress=keep_progress
+    )
 
 
 def build_sampler(rollout: RolloutConfig, name: str, temperature: float) -> Sampler:

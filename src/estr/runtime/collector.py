@@ -13,7 +13,7 @@ from estr.errors import RunError
 from estr.runtime.accounting import Accounting
 from estr.runtime.builders import training_problem
 from estr.runtime.journal import Backlog
-from estr.runtime.messages import Activity, Alive, Died, Event, Failed, Finished, Job, Synced, VersionWindow
+from estr.runtime.messages import Activity, Alive, Died, Event, Failed, Finished, Job, Progress, Synced, VersionWindow
 from estr.runtime.pools import Pool
 from estr.runtime.selecting import NO_SPREAD, SpreadFilter
 from estr.schedule import Group, Schedule, Ticket, Waiting
@@ -31,6 +31,8 @@ class Journal(Protocol):
     def issued(self, ticket: Ticket, problem: Problem, version: int) -> None: ...
 
     def finished(self, trajectory: Trajectory) -> None: ...
+
+    def went_on(self, progress: Progress) -> None: ...
 
     def failed(self, ticket: Ticket, reason: str) -> None: ...
 
@@ -64,6 +66,7 @@ class Collector:
         self._problems: dict[int, Problem] = {}
         self._places: dict[int, int] = {}
         self._free_places: list[int] = []
+        self._progress: dict[str, Progress] = {}
         self._backlog: list[tuple[int, dict[int, int]]] = []
         self._version = 0
         self.selection = SpreadFilter.of(config)
@@ -85,9 +88,11 @@ class Collector:
 
     def take_up(self, backlog: Backlog, version: int) -> None:
         """Go on with what an earlier process of this run had issued."""
-        self._version = version
+        self._version, self._progress = version, dict(backlog.progress)
+        begun = [progress.trajectory for progress in self._progress.values()]
         for number, finished in sorted(backlog.partial.items()):
-            first = min(int(t.action_versions[0]) if t.action_count else version for t in finished)
+            rows = finished + [trajectory for trajectory in begun if trajectory.group == number]
+            first = min(int(t.action_versions[0]) if t.action_count else version for t in rows)
             self._schedule.take_up(number, first, backlog.attempts[number], finished)
             self._places[number] = len(self._places)
         for tickets in self._schedule.release(version):
@@ -115,6 +120,7 @@ class Collector:
             attempt=ticket.attempt,
             problem=problem,
             run_seed=self._config.run.seed,
+            progress=self._progress.pop(ticket.trajectory_id, None),
             min_version=self._version,
             window=self._window(ticket.group) if self._lockstep else None,
             explore=self._config.rollout.explores(ticket.sibling),
@@ -178,6 +184,8 @@ class Collector:
                     self._journal.finished(event.trajectory)
                     self._schedule.finish(event.trajectory)
                     self._select(event.trajectory.group)
+                elif isinstance(event, Progress) and self._schedule.awaits(event.trajectory):
+                    self._journal.went_on(event)
         self.selection.check()
         for event in events:
             progress |= self._file(event)

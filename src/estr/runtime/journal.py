@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from estr.config import Config
 from estr.environments.base import Problem
+from estr.runtime.messages import Progress
 from estr.schedule import Group, Ticket
 from estr.storage.ledger import Ledger
 from estr.storage.rollout_files import RolloutWriter
@@ -19,11 +20,13 @@ from estr.trajectory import Trajectory, derive_seed
 class Backlog:
     """What a resumed run has to take up again.
 
-    ``partial``: groups with at least one finished trajectory, which keep their deadlines; ``unstarted``: groups of
-    which nothing finished, to be issued again, under their old numbers, when there is room.
+    ``partial``: groups of which something is there, finished trajectories or ``progress`` of others, by trajectory id;
+    they keep their deadlines. ``unstarted``: groups of which nothing is, to be issued again, under their old numbers,
+    when there is room.
     """
 
     partial: dict[int, list[Trajectory]] = field(default_factory=dict)
+    progress: dict[str, Progress] = field(default_factory=dict)
     unstarted: list[int] = field(default_factory=list)
     attempts: dict[int, dict[int, int]] = field(default_factory=dict)
 
@@ -58,9 +61,13 @@ class RunJournal:
         """A trajectory came back whole."""
         self._ledger.finish(trajectory)
 
+    def went_on(self, progress: Progress) -> None:
+        """A trajectory has finished a turn from which it can go on after a crash."""
+        self._ledger.keep_turn(progress.trajectory, progress.context)
+
     def failed(self, ticket: Ticket, reason: str) -> None:
         """One attempt failed and its trajectory will be tried again or given up."""
-        name = Trajectory(ticket.group, ticket.sibling, ticket.attempt, "", "", 0).trajectory_id
+        name = ticket.trajectory_id
         self._ledger.drop(name, reason, self._step + 1)
         self._keep([self._ledger.load(name)], reason)
 
@@ -118,6 +125,9 @@ class RunJournal:
         backlog = Backlog()
         for trajectory in self._ledger.finished():
             backlog.partial.setdefault(trajectory.group, []).append(trajectory)
+        for trajectory, context in self._ledger.turns():
+            backlog.progress[trajectory.trajectory_id] = Progress(trajectory, **context)
+            backlog.partial.setdefault(trajectory.group, [])
         waiting = {issued.group for issued in self._ledger.in_flight()}
         backlog.unstarted = sorted(waiting - set(backlog.partial))
         backlog.attempts = {number: self._ledger.attempts(number) for number in [*backlog.partial, *backlog.unstarted]}

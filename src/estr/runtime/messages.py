@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from estr.environments.base import Problem
+from estr.environments.base import Message, Problem
 from estr.trajectory import Trajectory
 
 
@@ -24,6 +25,27 @@ class VersionWindow:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """A conversation as it stood when a turn had ended, to go on from in another process.
+
+    ``trajectory`` holds its rows so far; the last of them ends with the ``turn_tokens`` tokens of that turn, to which
+    the environment has not answered. ``messages`` are those before the turn, ``environment`` the state before its
+    answer.
+    """
+
+    trajectory: Trajectory
+    messages: list[Message]
+    turn_tokens: int
+    end: str
+    environment: Any
+
+    @property
+    def context(self) -> dict[str, Any]:
+        """All but the trajectory, as JSON holds it."""
+        return {name: getattr(self, name) for name in ("messages", "turn_tokens", "end", "environment")}
+
+
+@dataclass(frozen=True)
 class Job:
     """One trajectory to generate."""
 
@@ -35,6 +57,7 @@ class Job:
     min_version: int = 0  # the first token is sampled under this version or a newer one
     window: VersionWindow | None = None
     explore: bool = False  # an exploring sampler (CUTS) treats it
+    progress: Progress | None = None  # where an earlier process left it
 
     @property
     def key(self) -> str:
@@ -99,4 +122,4 @@ class Died:
     reason: str
 
 
-Event = Finished | Failed | Synced | Activity | Ready | Alive | Died
+Event = Finished | Progress | Failed | Synced | Activity | Ready | Alive | Died

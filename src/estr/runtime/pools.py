@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import queue
 import time
@@ -18,7 +19,7 @@ from torch import Tensor
 from estr.config import Config
 from estr.errors import RunError
 from estr.runtime.handles import START_TIMEOUT, STOP_TIMEOUT, Watch, WorkerHandle
-from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Interval, Job, Ready, Synced
+from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Interval, Job, Progress, Ready, Synced
 from estr.runtime.rollout import RolloutWorker
 from estr.runtime.worker import CancelGroup, Stop, WorkerSpec
 from estr.transport import WeightPublisher, remove_leftovers
@@ -194,11 +195,19 @@ class ProcessPool:
             trajectory = event.trajectory
             self._settled(worker, f"{trajectory.group}/{trajectory.sibling}/{trajectory.attempt}")
             self._deaths_in_a_row = 0
+        elif isinstance(event, Progress):
+            self._went_on(worker, event)
         elif isinstance(event, Failed):
             self._settled(worker, event.job.key)
         elif isinstance(event, Died):
             return [event, *self._replace(worker, event.reason)]
         return [event]
+
+    def _went_on(self, worker: WorkerHandle, progress: Progress) -> None:
+        trajectory = progress.trajectory
+        key = f"{trajectory.group}/{trajectory.sibling}/{trajectory.attempt}"
+        if key in worker.jobs:
+            worker.jobs[key] = dataclasses.replace(worker.jobs[key], progress=progress)
 
     def _settled(self, worker: WorkerHandle, key: str) -> None:
         worker.jobs.pop(key, None)

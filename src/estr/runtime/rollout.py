@@ -5,16 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from estr.engines.local import LocalEngine, Turn
-from estr.environments.base import Environment, Message, Reply, Task
-from estr.environments.runner import EnvironmentFailure, Pending, start, start_reset, start_reward
+from estr.engines.local import LocalEngine, Turn, TurnEnd
+from estr.environments.base import Environment, Message, Reply, Restorable, Task
+from estr.environments.runner import (
+    EnvironmentFailure,
+    Pending,
+    start,
+    start_reset,
+    start_restore,
+    start_reward,
+    take_state,
+)
 from estr.errors import EstrError
-from estr.models.conversation import Conversation
+from estr.models.conversation import Conversation, Extension
 from estr.runtime.calls import Calls
-from estr.runtime.messages import Failed, Finished, Job
+from estr.runtime.messages import Failed, Finished, Job, Progress
 from estr.trajectory import Segment, Trajectory, derive_seed
+
+Result = Finished | Failed | Progress
 
 
 @dataclass(frozen=True)
@@ -32,14 +42,16 @@ class _Episode:
     seed: int
     environment: Environment
     waiting: Pending[Any] | None
-    phase: Literal["reset", "reply", "reward"] = "reset"
+    phase: Literal["reset", "restore", "reply", "reward"] = "reset"
     conversation: Conversation | None = None
     turns: int = 0
     segments: list[Segment] = field(default_factory=list)
     last: Turn | None = None
     last_text: str = ""
+    left: Segment | None = None  # the open row that an earlier process left, until the engine has it
     at_work: bool = False  # its environment runs in a thread
     finish_reason: str = ""
+    resumed_at: list[int] = field(default_factory=list)
 
 
 class RolloutWorker:
@@ -47,7 +59,7 @@ class RolloutWorker:
 
     ``clock`` is monotonic seconds. With ``wait_for_tools`` False artificial latency is skipped and blocking tools are
     waited for in place, so that what happens depends on nothing but the jobs (lockstep, evaluation). ``calls`` is told
-    whose environment is at work.
+    whose environment is at work. With ``keep_progress`` every finished turn of a restorable environment is reported.
     """
 
     def __init__(
@@ -60,13 +72,14 @@ class RolloutWorker:
         clock: Callable[[], float] = time.monotonic,
         wait_for_tools: bool = True,
         calls: Calls | None = None,
+        keep_progress: bool = False,
     ) -> None:
         self.engine, self.task, self.limits = engine, task, limits
         self._tokenizer = tokenizer
         self._clock, self._wait = clock, wait_for_tools
-        self._calls = calls or Calls()
+        self._calls, self._keep_progress = calls or Calls(), keep_progress
         self._episodes: dict[str, _Episode] = {}
-        self._results: list[Finished | Failed] = []
+        self._results: list[Result] = []
 
     @property
     def running(self) -> int:
@@ -83,14 +96,22 @@ class RolloutWorker:
             try:
                 environment = self.task.environment()
                 episode = _Episode(job, seed, environment, None)
-                self._wait_for(
-                    episode, start_reset(environment, job.problem, seed, self.limits.tool_timeout, self._clock)
-                )
+                self._wait_for(episode, self._opening(episode))
             except Exception as error:
                 self._results.append(Failed(job, f"making an environment raised {type(error).__name__}: {error}"))
                 return
             self._episodes[job.key] = episode
             self._poll(episode)
+
+    def _opening(self, episode: _Episode) -> Pending[Any]:
+        about, limits = (
+            (episode.environment, episode.job.problem, episode.seed),
+            (self.limits.tool_timeout, self._clock),
+        )
+        if episode.job.progress is None or not isinstance(episode.environment, Restorable):
+            return start_reset(*about, *limits)
+        episode.phase = "restore"
+        return start_restore(*about, episode.job.progress.environment, *limits)
 
     def cancel_all(self) -> list[Job]:
         """Forget everything that runs; returns the jobs."""
@@ -106,7 +127,7 @@ class RolloutWorker:
             self.engine.cancel(key)
             self._stop_waiting(self._episodes.pop(key))
 
-    def tick(self) -> list[Finished | Failed]:
+    def tick(self) -> list[Result]:
         """Take tool replies that have come, make one engine step, hand out what finished."""
         for episode in list(self._episodes.values()):
             self._poll(episode)
@@ -116,7 +137,7 @@ class RolloutWorker:
         results, self._results = self._results, []
         return results
 
-    def run_all(self) -> list[Finished | Failed]:
+    def run_all(self) -> list[Result]:
         """Tick until nothing runs."""
         results = self.tick()
         while self._episodes:
@@ -141,6 +162,8 @@ class RolloutWorker:
                 self._fail(episode, outcome.sentence)
             elif episode.phase == "reset":
                 self._begin(episode, outcome)
+            elif episode.phase == "restore":
+                self._restored(episode)
             elif episode.phase == "reply":
                 self._go_on(episode, outcome)
             else:
@@ -174,17 +197,47 @@ class RolloutWorker:
             self._fail(episode, str(error), final=True)
             return
 
+    def _restored(self, episode: _Episode) -> None:
+        """Take up an episode whose last turn had ended in an earlier process."""
+        job, progress = episode.job, episode.job.progress
+        assert progress is not None
+        *episode.segments, episode.left = progress.trajectory.segments
+        episode.resumed_at = [*progress.trajectory.resumed_at, progress.trajectory.turns]
+        episode.turns = progress.trajectory.turns - 1
+        episode.conversation = Conversation(self._tokenizer, progress.messages)
+        tokens = episode.left.tokens[-progress.turn_tokens :].tolist()
+        self._turn_ended(episode, Turn(job.key, tokens, cast(TurnEnd, progress.end)))
+
     def _turn_ended(self, episode: _Episode, turn: Turn) -> None:
         assert episode.conversation is not None
         episode.turns += 1
         episode.last = turn
         episode.phase = "reply"
         with self._calls.during(episode.job.key):
+            progress = self._progress(episode) if self._keep_progress else None
+            if isinstance(progress, EnvironmentFailure):
+                self._fail(episode, progress.sentence)
+                return
             episode.last_text = episode.conversation.decode(turn.tokens)
             self._wait_for(
                 episode, start(episode.environment, episode.last_text, self.limits.tool_timeout, self._clock)
             )
         self._poll(episode)
+        if progress is not None and episode.phase == "reply" and episode.job.key in self._episodes:
+            self._results.append(progress)
+
+    def _progress(self, episode: _Episode) -> Progress | EnvironmentFailure | None:
+        """The episode before the environment answers; None where it can end here or cannot be restored."""
+        assert episode.conversation is not None
+        assert episode.last is not None
+        state = take_state(episode.environment)
+        if state is None or isinstance(state, EnvironmentFailure) or episode.last.end != "stop":
+            return state if isinstance(state, EnvironmentFailure) else None
+        row = episode.left if episode.left is not None else self.engine.peek(episode.job.key)
+        trajectory = self._trajectory(episode, [*episode.segments, row])
+        return Progress(
+            trajectory, episode.conversation.messages, len(episode.last.tokens), episode.last.end, environment=state
+        )
 
     def _go_on(self, episode: _Episode, reply: Reply) -> None:
         assert episode.last is not None
@@ -207,6 +260,8 @@ class RolloutWorker:
         assert episode.conversation is not None
         key, seed, limit = episode.job.key, self._turn_seed(episode), self.limits.max_new_tokens
         extension = episode.conversation.extend(episode.last.tokens, episode.last_text, reply.messages)
+        if episode.left is not None:
+            return self._hand_over(episode, extension)
         if not extension.fork:
             return self.engine.extend(key, extension.tokens, seed=seed, limit=limit)
         segment = self.engine.fork(key, extension.tokens, seed=seed, limit=limit)
@@ -215,11 +270,34 @@ class RolloutWorker:
         episode.segments.append(segment)
         return True
 
+    def _hand_over(self, episode: _Episode, extension: Extension) -> bool:
+        """Give the engine the row that an earlier process left, extended; False where there is no room for it."""
+        job, row = episode.job, episode.left
+        assert row is not None
+        about = {"seed": self._turn_seed(episode), "limit": self.limits.max_new_tokens}
+        history = None if extension.fork else row
+        try:
+            self.engine.start(job.key, extension.tokens, **about, rule=job.window, explore=job.explore, history=history)
+        except ValueError:
+            return False
+        episode.left = None
+        if extension.fork:
+            episode.segments.append(row)
+        return True
+
     def _finish(self, episode: _Episode, reward: float) -> None:
+        key = episode.job.key
+        row = episode.left if episode.left is not None else self.engine.release(key)
+        del self._episodes[key]
+        trajectory = self._trajectory(episode, [*episode.segments, row])
+        trajectory.text, trajectory.reward = self._text(trajectory.segments), reward
+        trajectory.finish_reason = episode.finish_reason
+        self._results.append(Finished(trajectory))
+
+    def _trajectory(self, episode: _Episode, segments: list[Segment]) -> Trajectory:
+        """The episode so far."""
         job, problem = episode.job, episode.job.problem
-        segments = [*episode.segments, self.engine.release(job.key)]
-        del self._episodes[job.key]
-        trajectory = Trajectory(
+        return Trajectory(
             group=job.group,
             sibling=job.sibling,
             attempt=job.attempt,
@@ -227,14 +305,11 @@ class RolloutWorker:
             prompt=problem.prompt,
             seed=episode.seed,
             segments=segments,
-            text=self._text(segments),
-            reward=reward,
-            finish_reason=episode.finish_reason,
             turns=episode.turns,
             forks=len(segments) - 1,
             group_key=problem.task_id,
+            resumed_at=list(episode.resumed_at),
         )
-        self._results.append(Finished(trajectory))
 
     def _text(self, segments: list[Segment]) -> str:
         decode = self._tokenizer.decode

@@ -18,7 +18,7 @@ import numpy as np
 from estr.config import Config
 from estr.errors import EstrError
 from estr.runtime.calls import SharedCalls
-from estr.runtime.messages import Activity, Alive, Died, Event, Failed, Interval, Job, Ready, Synced
+from estr.runtime.messages import Activity, Alive, Died, Event, Interval, Job, Ready, Synced
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent alone decides what they mean, wherever they were sent
 _REPORT_EVERY = 0.2  # seconds between activity reports
@@ -134,7 +134,9 @@ class EngineProcess:
         dtype = "bfloat16" if config.rollout.dtype == "bfloat16" else "float32"
         loaded = load_model(spec.model_path, dtype, config.model.trust_remote_code)
         calls = SharedCalls(Path(spec.calls_path))
-        self._worker = build_rollout_worker(config, task, loaded.model, loaded.tokenizer, calls=calls)
+        self._worker = build_rollout_worker(
+            config, task, loaded.model, loaded.tokenizer, calls=calls, keep_progress=True
+        )
         self._engine = self._worker.engine
         self._reader = WeightReader(spec.manifest, spec.reader)
         self._own = config.rollout.dtype != "float32"
@@ -214,6 +216,6 @@ class EngineProcess:
             self._send(Alive())
         self._reported, self._sampled = now, sampled
 
-    def _send(self, event: Event | Failed) -> None:
+    def _send(self, event: Event) -> None:
         self._connection.send(event)
         self._sent = time.monotonic()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from estr.trajectory import Trajectory
+from estr.trajectory import Trajectory, trajectory_id
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,10 @@ class Ticket:
     group: int
     sibling: int
     attempt: int
+
+    @property
+    def trajectory_id(self) -> str:
+        return trajectory_id(self.group, self.sibling, self.attempt)
 
 
 @dataclass
@@ -192,6 +196,15 @@ class Schedule:
         """Whether ``finish`` would take it."""
         group = self._groups.get(trajectory.group)
         return group is not None and trajectory.sibling not in group.finished
+
+    def awaits(self, trajectory: Trajectory) -> bool:
+        """Whether it is the attempt that is in flight."""
+        group = self._groups.get(trajectory.group)
+        return (
+            self.expects(trajectory)
+            and group is not None
+            and (group.attempts.get(trajectory.sibling, 0) == trajectory.attempt)
+        )
 
     def fail(self, number: int, sibling: int, *, final: bool = False) -> Ticket | Group | None:
         """A trajectory failed: a Ticket to try it again, or the Group that is dropped because it failed too often (or

@@ -1,9 +1,9 @@
 """The ledger: what became of every trajectory, durable before anyone acts on it.
 
-A trajectory's life: ``issue`` → ``finish`` (its tokens are then in the spool, in the same database) → ``settle`` once
-it was trained, or ``drop`` with a reason. A checkpoint of step s is followed by ``commit``, which lets go of what no
-resume can need. A resume calls ``rewind_to(s)``: what had been trained after s counts as finished again, what was in
-flight is to be issued again under the same number and seed, what was dropped stays dropped.
+A trajectory's life: ``issue`` → (``keep_turn``)* → ``finish`` (its tokens are then in the spool, in the same database)
+→ ``settle`` once it was trained, or ``drop`` with a reason. A checkpoint of step s is followed by ``commit``, which
+lets go of what no resume can need. A resume calls ``rewind_to(s)``: what had been trained after s counts as finished
+again, what was in flight is to be issued again under the same number and seed, what was dropped stays dropped.
 
 Every call is one transaction (SQLite, WAL, synchronous = FULL); ``batch()`` makes one of several.
 """
@@ -14,18 +14,19 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from estr.errors import RunError
+from estr.storage import encoding
 from estr.storage.encoding import clean_text
 from estr.storage.files import disk_errors
 from estr.storage.ledger_schema import FORMAT, PRAGMAS, SCHEMA
 from estr.storage.spool import decode_trajectory, encode_trajectory
-from estr.trajectory import Trajectory
+from estr.trajectory import Trajectory, trajectory_id
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Issued:
 
     @property
     def trajectory_id(self) -> str:
-        return self.trajectory().trajectory_id
+        return trajectory_id(self.group, self.sibling, self.attempt)
 
     def trajectory(self) -> Trajectory:
         """The trajectory before its first token."""
@@ -141,7 +142,7 @@ class Ledger:
         One that is in flight may be issued again with the same seed (after a resume); a further attempt needs the one
         before to be dropped.
         """
-        name = Trajectory(group, sibling, attempt, "", "", 0).trajectory_id
+        name = trajectory_id(group, sibling, attempt)
         about = (group, group_size, clean_text(task_id), clean_text(prompt), clean_text(group_key), version)
         with self.batch(), self._about(name):
             self._run("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO NOTHING", *about)
@@ -164,6 +165,25 @@ class Ledger:
             self._known(name)
             self._run("INSERT OR REPLACE INTO spool VALUES (?, ?)", name, payload)
             self._run("UPDATE trajectories SET state = 'finished' WHERE id = ?", name)
+
+    def keep_turn(self, trajectory: Trajectory, context: Mapping[str, Any]) -> None:
+        """Remember a trajectory in flight as it stood when a turn had ended, in the place of the turn before.
+
+        Args:
+            context: what it takes beside its rows to go on, as JSON can hold it.
+        """
+        name = trajectory.trajectory_id
+        payload, text = encode_trajectory(trajectory), encoding.dumps(dict(context))
+        with self.batch(), self._about(name):
+            self._known(name)
+            self._run("INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", name, payload, text)
+
+    def turns(self) -> list[tuple[Trajectory, dict[str, Any]]]:
+        """What is in flight and had ended a turn, with what ``keep_turn`` was given, by group and sibling."""
+        rows = self._query(
+            "SELECT payload, context FROM turns JOIN trajectories USING (id) ORDER BY number, sibling, attempt"
+        )
+        return [(self._decode(payload), self._context(text)) for payload, text in rows]
 
     def settle(self, trained: Iterable[str], step: int) -> None:
         """Record that these trajectories were trained in optimizer step ``step``; groups must be whole."""
@@ -304,7 +324,8 @@ class Ledger:
             if trained:
                 raise RunError(f"the ledger {self.path} cannot forget group {first} and later: {trained} were trained")
             with self._rewinding():
-                self._run("DELETE FROM spool WHERE id IN (SELECT id FROM trajectories WHERE number >= ?)", first)
+                for table in ("spool", "turns"):
+                    self._run(f"DELETE FROM {table} WHERE id IN (SELECT id FROM trajectories WHERE number >= ?)", first)
                 self._run("DELETE FROM trajectories WHERE number >= ?", first)
             self._run("DELETE FROM groups WHERE number >= ?", first)
 
@@ -384,6 +405,12 @@ class Ledger:
         try:
             return decode_trajectory(payload)
         except ValueError as error:
+            raise RunError(f"the ledger {self.path} is damaged: {error}") from error
+
+    def _context(self, text: str) -> dict[str, Any]:
+        try:
+            return dict(encoding.loads(text))
+        except (ValueError, TypeError) as error:
             raise RunError(f"the ledger {self.path} is damaged: {error}") from error
 
     @contextmanager

@@ -1,6 +1,6 @@
 """The ledger's tables. What must never happen is refused by the database itself, whatever the program does."""
 
-FORMAT = "1"
+FORMAT = "2"
 
 PRAGMAS = (
     "PRAGMA journal_mode = WAL",
@@ -40,6 +40,20 @@ CREATE INDEX by_state ON trajectories (state, step);
 CREATE UNIQUE INDEX one_live_attempt ON trajectories (number, sibling) WHERE state != 'dropped';
 
 CREATE TABLE spool (id TEXT PRIMARY KEY REFERENCES trajectories (id), payload BLOB NOT NULL);
+
+-- a multi-turn trajectory in flight as it stood when its last turn had ended
+CREATE TABLE turns (
+    id TEXT PRIMARY KEY REFERENCES trajectories (id),
+    payload BLOB NOT NULL,
+    context TEXT NOT NULL
+);
+
+CREATE TRIGGER turns_are_of_what_is_in_flight BEFORE INSERT ON turns
+WHEN NOT EXISTS (SELECT 1 FROM trajectories WHERE id = NEW.id AND state = 'issued')
+BEGIN SELECT RAISE(ABORT, 'only what is in flight has turns to come'); END;
+
+CREATE TRIGGER turns_end_with_the_flight AFTER UPDATE OF state ON trajectories WHEN NEW.state != 'issued'
+BEGIN DELETE FROM turns WHERE id = NEW.id; END;
 
 CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, next_group INTEGER NOT NULL, trained INTEGER NOT NULL);
 

@@ -60,6 +60,7 @@ SCHEMA = pa.schema(
         pa.field("sibling", pa.int32(), nullable=False),
         pa.field("attempt", pa.int32(), nullable=False),
         pa.field("error", pa.string()),
+        pa.field("resumed_at", _INTS, nullable=False),
     ]
 )
 
@@ -134,6 +135,7 @@ def _trajectory_columns(trajectory: Trajectory) -> Row:
         "group_key": clean_text(trajectory.group_key),
         "sibling": trajectory.sibling,
         "attempt": trajectory.attempt,
+        "resumed_at": list(trajectory.resumed_at),
         "error": None if trajectory.error is None else clean_text(trajectory.error),
     }
 

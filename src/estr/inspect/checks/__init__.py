@@ -14,14 +14,12 @@ from estr.inspect.checks.entropies import (
 )
 from estr.inspect.checks.ratios import (
     draft_logprobs,
-    engine_noise,
     logprobs_divided_by_temperature,
-    missing_logprobs,
     raw_logprobs,
-    repetition_penalty,
     support_differs,
 )
 from estr.inspect.checks.rows import wrong_rewards, wrong_rows
+from estr.inspect.checks.tokens import engine_noise, missing_logprobs, repetition_penalty
 from estr.inspect.dump import Dump
 
 _BOTH = ("logprob", "learner_logprob")

@@ -27,6 +27,7 @@ class Column:
     """An entropy column [N] and the surprisal [N] whose mean it should be."""
 
     name: str
+    words: str  # what a person calls it
     entropy: Floats
     surprisal: Floats
     weight: Floats  # [N] that turns means over sampled tokens into means over the column's own policy
@@ -54,14 +55,19 @@ class Column:
 def columns(dump: Dump) -> list[Column]:
     """The entropies that are stored and claim to be exact, each with its own log-probability.
 
-    The learner's tokens were drawn by the engine: they are weighted by π/μ, and the column must be off by more to count.
+    The learner's tokens were drawn by the engine: they are weighted by π/μ, and that column must be off by more to
+    count.
     """
     found = []
     if dump.has("entropy") and dump.entropy_kind in ("exact", "mixed"):
-        found.append(Column("entropy", dump.entropy, dump.surprisal, np.ones(dump.token_count), 0.03))
+        found.append(
+            Column("entropy", "H of the engine", dump.entropy, dump.surprisal, np.ones(dump.token_count), 0.03)
+        )
     if dump.has("learner_entropy") and dump.has("learner_logprob"):
         surprisal = np.where(np.isfinite(dump.learner_logprob), -dump.learner_logprob, np.nan)
-        found.append(Column("learner_entropy", dump.learner_entropy, surprisal, _weight(dump), 0.08))
+        found.append(
+            Column("learner_entropy", "H of the learner", dump.learner_entropy, surprisal, _weight(dump), 0.08)
+        )
     return found
 
 
@@ -79,7 +85,8 @@ def entropy_one_off(dump: Dump) -> Finding | None:
                 where = "the token before" if step < 0 else "the token after"
                 return Finding(
                     "A10",
-                    f"{column.name} stands one position off its log-probabilities: the surprisal of a token fits the entropy "
+                    f"{column.words} stands one position off its log-probabilities: the surprisal of a token fits the "
+                    "entropy "
                     f"stored with {where} it (score {fit.score:.2f}, where 1 is certain and right data give −1).",
                     {"column": column.name, "shift": step, "score": fit.score, "standard_errors": fit.t},
                 )
@@ -135,8 +142,9 @@ def entropy_before_temperature(dump: Dump) -> Finding | None:
             side = "above" if sign < 0 else "below"
             return Finding(
                 "A15",
-                f"{column.name} is taken before temperature {temperature:g}, the log-probabilities after it: H lies "
-                f"{abs(bias.mean.value):.3f} nats {side} the mean surprisal {bias.surprisal:.3f} of the sampled tokens, which "
+                f"{column.words} is taken before temperature {temperature:g}, the log-probabilities after it: H lies "
+                f"{abs(bias.mean.value):.3f} nats {side} the mean surprisal {bias.surprisal:.3f} of the sampled "
+                "tokens, which "
                 "it should equal.",
                 {
                     "column": column.name,
@@ -159,8 +167,10 @@ def entropy_over_vocabulary(dump: Dump) -> Finding | None:
             continue
         return Finding(
             "A3",
-            f"{column.name} is taken over the whole vocabulary, the log-probabilities over the tokens that top-p or top-k "
-            f"kept: H lies {-bias.mean.value:.3f} nats above the mean surprisal {bias.surprisal:.3f} of the sampled tokens, "
+            f"{column.words} is taken over the whole vocabulary, the log-probabilities over the tokens that top-p or "
+            "top-k "
+            f"kept: H lies {-bias.mean.value:.3f} nats above the mean surprisal {bias.surprisal:.3f} of the sampled "
+            "tokens, "
             "which it should equal.",
             {
                 "column": column.name,
@@ -183,7 +193,8 @@ def _sampled_only(column: Column, dump: Dump) -> Finding | None:
         if share > 0.9 and s.std() > 0.05:
             return Finding(
                 "A13",
-                f"{column.name} is computed from the sampled token alone: it equals {words} of that token at {share:.1%} of "
+                f"{column.words} is computed from the sampled token alone: it equals {words} of that token at "
+                f"{share:.1%} of "
                 "the tokens, so it says nothing about the distribution it was drawn from.",
                 {"column": column.name, "formula": words, "share": share},
             )
@@ -204,8 +215,9 @@ def _too_small(column: Column, dump: Dump) -> Finding | None:
     reason = f"never exceeds log {k}" if k is not None else "falls short at every level"
     return Finding(
         "A13",
-        f"{column.name} is taken from the most likely tokens only: sampled tokens are {bias.mean.value:.3f} nats more "
-        f"surprising than it says (mean surprisal {bias.surprisal:.3f}, {bias.mean.t:.0f} standard errors), and it {reason}.",
+        f"{column.words} is taken from the most likely tokens only: sampled tokens are {bias.mean.value:.3f} nats more "
+        f"surprising than it says (mean surprisal {bias.surprisal:.3f}, {bias.mean.t:.0f} standard errors), and it "
+        f"{reason}.",
         {
             "column": column.name,
             "surprisal": bias.surprisal,

@@ -20,7 +20,8 @@ def wrong_rows(dump: Dump) -> Finding | None:
     for name in dump.misplaced:
         return Finding(
             "A12",
-            f"The rows of {name} have the lengths of other rows: the same lengths occur, in another order, so its rows were "
+            f"The rows of {name} have the lengths of other rows: the same lengths occur, in another order, so its "
+            "rows were "
             "not put back where they belong.",
             {"column": name},
         )
@@ -63,7 +64,8 @@ def _unrelated(column: Column, random_row: Fit) -> bool:
 def _finding(column: Column, fit: Fit, how: str) -> Finding:
     return Finding(
         "A12",
-        f"{column.name} is attached to the wrong rows: {how} (score {fit.score:.2f}; 1 is another row's for certain, right "
+        f"{column.words} is attached to the wrong rows: {how} (score {fit.score:.2f}; 1 is another row's for certain, "
+        "right "
         "data give −1).",
         {"column": column.name, "score": fit.score, "standard_error": fit.error},
     )
@@ -174,7 +176,8 @@ def wrong_rewards(dump: Dump) -> Finding | None:
     share = opposite / (same + opposite)
     return Finding(
         "A12",
-        f"Rewards are attached to the wrong rows: among siblings of one group, {share:.0%} of {same + opposite:,} pairs have "
+        f"Rewards are attached to the wrong rows: among siblings of one group, {share:.0%} of {same + opposite:,} "
+        "pairs have "
         "the higher advantage where the reward is lower.",
         {"column": "reward", "pairs": same + opposite, "discordant": opposite},
     )

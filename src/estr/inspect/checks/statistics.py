@@ -1,8 +1,9 @@
 """Identities that any staleness and any engine noise keep, and statistics that tell when they are broken.
 
-For tokens a sampled from μ, whatever π is: E[−log μ(a)] = H(μ), E[π/μ] = 1 and E[log π/μ] ≤ 0. Deviations from these at
-successive tokens are a martingale difference sequence, so plain standard errors hold although tokens of one trajectory
-depend on each other. A fault must break an identity by more than SIGNIFICANT standard errors and by a size that matters.
+For tokens a sampled from μ, whatever π is: E[−log μ(a)] = H(μ), E[π/μ] = 1 and E[log π/μ] ≤ 0. Deviations from these
+at successive tokens are a martingale difference sequence, so plain standard errors hold although tokens of one
+trajectory depend on each other. A fault must break an identity by more than SIGNIFICANT standard errors and by a size
+that matters.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Fit:
 
 
 def compare(target: Floats, own: Floats, other: Floats, weight: Floats | None = None) -> Fit:
-    """Compare two explanations of ``target`` [n], entry by entry; ``weight`` [n] makes it a mean over another policy."""
+    """Compare two explanations of ``target`` [n]; ``weight`` [n] makes the means those of another policy."""
     there = np.isfinite(target) & np.isfinite(own) & np.isfinite(other)
     weight = np.ones(int(there.sum())) if weight is None else weight[there]
     target, own, other = target[there], own[there], other[there]
@@ -125,6 +126,15 @@ def neighbor(values: Floats, row: Ints, step: int) -> Floats:
     same = row[here] == row[there]
     out[here] = np.where(same, values[there], np.nan)
     return out
+
+
+def freshest(dump: Dump, use: Mask) -> Mask:
+    """The tokens of ``use`` with the smallest lags, enough to judge by; all of them where lags are unknown."""
+    lag = dump.lag[use]
+    if not np.isfinite(lag).all() or len(lag) <= 4 * FEWEST:
+        return use
+    most = np.partition(lag, 4 * FEWEST)[4 * FEWEST]
+    return use & (dump.lag <= most)
 
 
 def temperatures(dump: Dump) -> list[tuple[float, Mask]]:

@@ -444,7 +444,7 @@ def test_the_environment_of_the_page_runs_what_a_model_writes(program):
 def test_the_environment_of_the_page_survives_what_a_model_writes(program):
     environment = program.environment()
     environment.reset(program.train_problem(0), 0)
-    reply = run_step(environment, "<python>import os\nprint('so far')\nos.kill(1, 9)\n1 / 0</python>", timeout=30.0)
+    reply = run_step(environment, "<python>print('so far')\n1 / 0</python>", timeout=30.0)
     said = "so far\n\nerror: it ended with exit status 1 (ZeroDivisionError: division by zero)"
     assert reply.messages[0]["content"] == said
     assert run_step(environment, "nothing").done

@@ -26,11 +26,9 @@ class SpreadFilter:
     @classmethod
     def of(cls, config: Config) -> SpreadFilter:
         """What ``objective.selection`` asks for."""
-        section, rule = config.objective, None
-        if section.selection == "dapo":
-            rule = selection(section.selection, **section.selection_options)
-            assert isinstance(rule, DynamicSampling)
-        return cls(rule, config.learner.prompts_per_step)
+        section = config.objective
+        rule = selection(section.selection, **section.selection_options) if section.selection == "dapo" else None
+        return cls(rule if isinstance(rule, DynamicSampling) else None, config.learner.prompts_per_step)
 
     def drops(self, group: Group) -> bool:
         """Whether this finished group is dropped; counts it."""

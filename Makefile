@@ -5,10 +5,11 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+ORACLES := .venv-oracles
 STAMP := $(shell date +%Y%m%d-%H%M%S)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-seeds test test-all lint install
+.PHONY: demo demo-seeds test test-all test-oracles lint install
 
 install: $(INSTALLED)
 
@@ -37,3 +38,14 @@ test: lint
 
 test-all: lint
 	$(BIN)/pytest -n 2
+
+# Losses of other frameworks against ours, in an environment of their own.
+test-oracles: $(ORACLES)/.installed
+	PYTHONPATH=src $(ORACLES)/bin/python -m pytest oracles
+
+$(ORACLES)/.installed: oracles/requirements.txt oracles/frameworks.txt
+	$(PYTHON) -m venv $(ORACLES)
+	$(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check -r oracles/requirements.txt
+	$(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r oracles/frameworks.txt
+	touch $@

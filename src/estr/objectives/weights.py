@@ -35,18 +35,22 @@ def clipped_ratio(edge: str, low: float, high: float) -> Weight:
     return Weight(f"clip(ratio, {low:g}, {high:g})", edge, "token", apply)
 
 
-def normalized(weight: Weight, low: float = 0.0, high: float = math.inf, per: str = "token") -> Weight:
+def normalized(
+    weight: Weight, low: float = 0.0, high: float = math.inf, per: str = "token", outside: str = "left out"
+) -> Weight:
     """``weight`` divided by its mean over the optimizer batch; ``per`` "sequence" counts each sequence once.
 
-    Tokens whose weight lies outside [low, high] are left out of the mean.
+    Tokens whose weight lies outside [low, high] are "left out" of the mean (slime), or enter it as 0 ("zero", verl).
     """
 
     def measure(context: Context) -> Tensor:
         value = weight.apply(context)
-        counts = (context.valid & (value >= low) & (value <= high)).to(context.dtype)
+        inside = context.valid & (value >= low) & (value <= high)
+        counts = (context.valid if outside == "zero" else inside).to(context.dtype)
         if per == "sequence":
             counts = counts / context.valid_lengths.clamp(min=1)[context.sequence]
-        mean = (value * counts).sum() / counts.sum().clamp(min=torch.finfo(context.dtype).tiny)
+        total = (torch.where(inside, value, value.new_zeros(())) * counts).sum()
+        mean = total / counts.sum().clamp(min=torch.finfo(context.dtype).tiny)
         return torch.where(mean > 0, mean, torch.ones_like(mean))
 
     def apply(context: Context, mean: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def _importance(edge: str, h: SimpleNamespace) -> tuple[tuple[Gate, ...], tuple[
     weight = weights.ratio(edge, cap=high if low is None else None, scope=h.rollout_is)
     if h.rollout_is_batch_normalize:
         inside = (0.0, math.inf) if low is None else (low, high)
-        weight = weights.normalized(weight, *inside, h.rollout_is)
+        weight = weights.normalized(weight, *inside, h.rollout_is, outside="zero")
     return (() if low is None else (gates.band(edge, low, high, h.rollout_is),)), (weight,)
 
 

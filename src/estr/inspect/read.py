@@ -169,6 +169,7 @@ def _read(file: Path, fields: Fields) -> pa.Table:
     try:
         with pq.ParquetFile(file) as opened:
             table = opened.read(columns=present)
+        table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UsageError(f"{file} cannot be read as Parquet: {_first_line(error)}") from None
     ours = {name: theirs for name, theirs in fields.items() if theirs in present}

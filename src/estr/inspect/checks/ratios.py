@@ -32,6 +32,7 @@ class Ratios:
     """δ of some tokens [n], what its mean is, and how it follows log μ among positions of like entropy."""
 
     delta: Floats
+    logprob: Floats  # [n] log μ
     mean: Mean
     slope: Slope  # within positions of like entropy; of all tokens alike where no entropy is stored
     entropy: Floats  # [n], NaN where none is stored
@@ -46,7 +47,7 @@ class Ratios:
         delta = dump.delta[use]
         slope = slope_within(delta, dump.logprob[use], position_bins(dump, use))
         column = dump.entropy if dump.has("entropy") else dump.learner_entropy
-        return cls(delta, mean_of(delta), slope, column[use])
+        return cls(delta, dump.logprob[use], mean_of(delta), slope, column[use])
 
     @property
     def by_position(self) -> bool:
@@ -102,29 +103,29 @@ def _fits_division(ratios: Ratios, k: float) -> bool:
         return False
     scale = np.abs(ratios.delta[large]) / expected[large]
     outside = scale < 0.8 if k > 0 else scale > 1.2
-    return bool(outside.mean() < 0.2 and 0.2 < scale.mean() < 6.0)
+    return bool(outside.mean() < 0.2 and 0.6 < scale.mean() < 6.0)
 
 
 def raw_logprobs(dump: Dump) -> Finding | None:
-    """A2. One side raw, the other after temperature: δ is linear in log μ inside a position, with slope 1/T − 1 where
-    the engine is raw (and E[δ] = KL(p_T ‖ p_1) > 0, which no staleness can give), T − 1 where the learner is."""
+    """A2. One side raw, the other after temperature. Where the engine is raw, δ = k·log μ + c with k = 1/T − 1 and c ≥
+    k·H at every token, and E[δ] = KL(p_T ‖ p_1) > 0, which no staleness can give. Where the learner is, δ is linear in
+    log μ inside a position with slope T − 1."""
     for temperature, chosen in temperatures(dump):
         ratios = Ratios.of(dump, chosen)
-        if ratios is None or abs(ratios.slope.value) < SIGNIFICANT * ratios.slope.error:
+        if ratios is None:
             continue
         slope, k = ratios.slope, 1.0 / temperature - 1.0
-        engine = ratios.mean.t > 3.0 and _engine_is_raw(ratios, k)
+        engine = ratios.mean.t > 1.5 and _engine_is_raw(ratios, k)
         learner = ratios.by_position and _near(slope.value, temperature - 1.0, 0.15) and slope.r2 > 0.7
         if not engine and not learner:
             continue
         raw, other = ("engine", "learner") if engine else ("learner", "engine")
         return Finding(
             "A2",
-            f"The {raw} reports log-probabilities before temperature {temperature:g}, the {other} after it: among "
-            "positions "
-            f"of like entropy δ rises with log μ with slope {slope.value:+.3f} (explaining {slope.r2:.0%} of it), "
-            "where this "
-            f"fault gives {k if engine else temperature - 1.0:+.3f} and agreement 0.",
+            f"The {raw} reports log-probabilities before temperature {temperature:g}, the {other} after it: δ follows "
+            f"log μ as this fault makes it (slope {slope.value:+.3f} among positions of like entropy; without "
+            f"staleness it gives {k if engine else temperature - 1.0:+.3f}, right data 0), its mean is "
+            f"{ratios.mean.value:+.3f}.",
             {
                 "temperature": temperature,
                 "raw": raw,
@@ -138,11 +139,20 @@ def raw_logprobs(dump: Dump) -> Finding | None:
 
 
 def _engine_is_raw(ratios: Ratios, k: float) -> bool:
-    """Where positions cannot be told apart the slope is weakened, which leaves only T < 1 to be seen: a draft model's
-    log-probabilities (A20) have a negative slope too."""
-    if ratios.by_position:
-        return _near(ratios.slope.value, k, 0.45) and ratios.slope.r2 > 0.4
-    return k > 0 and 0.1 * k < ratios.slope.value < 1.2 * k
+    """Whether c = δ − k·log μ keeps its bound where right data would break it, or the slope is k.
+
+    Where positions cannot be told apart the slope is weakened, which leaves only T < 1 to be seen: a draft model's
+    log-probabilities (A20) have a negative slope too.
+    """
+    slope = ratios.slope
+    sloped = abs(slope.value) > SIGNIFICANT * slope.error
+    if not ratios.by_position:
+        return sloped and k > 0 and 0.1 * k < slope.value < 1.2 * k
+    floor = k * ratios.entropy - 0.05
+    broken = float((ratios.delta - k * ratios.logprob < floor).mean())
+    otherwise = float((-k * (ratios.delta + ratios.logprob) < floor).mean())
+    bounded = otherwise > 0.2 and broken < 0.12 * otherwise and ratios.mean.t > SIGNIFICANT
+    return bounded or (sloped and _near(slope.value, k, 0.45) and slope.r2 > 0.4)
 
 
 def support_differs(dump: Dump) -> Finding | None:

@@ -29,6 +29,7 @@ ALLOWED = {
     | MATHS
     | {"config", "environments", "models", "engines", "schedule", "learner", "transport", "storage"},
 }
+ALLOWED["inspect"] = BOTTOM | MATHS | {"storage", "report"}
 TOP = {"report", "cli", "__init__", "__main__"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from estr.errors import RunError
 from estr.models.builtin import resolve_model
 from estr.models.load import load_model, merged_state
 from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens
@@ -26,11 +28,19 @@ from loop_helpers import alive, small, wait_for
 class Bench:
     """A pool of one engine process for a task, with weights of version 0 published."""
 
-    def __init__(self, spool: Path, timeout: float = 60.0, memory: float = 0.0, engines: int = 1, **task: Any) -> None:
+    def __init__(
+        self,
+        spool: Path,
+        timeout: float = 60.0,
+        memory: float = 0.0,
+        attempts: int = 2,
+        start: float = 60.0,
+        **task: Any,
+    ) -> None:
         self.config = small(
             task={"name": "poison_tasks:Poison", **task},
-            schedule={"mode": "async", "attempts": 2},
-            runtime={"engine_timeout": timeout, "engine_memory": memory},
+            schedule={"mode": "async", "attempts": attempts},
+            runtime={"engine_timeout": timeout, "start_timeout": start, "engine_memory": memory},
         )
         self.task = build_task(self.config)
         path = resolve_model(self.config.model, self.task)
@@ -39,7 +49,7 @@ class Bench:
         worker = build_rollout_worker(self.config, self.task, loaded.model, loaded.tokenizer)
         worker.engine.set_weights(0, self.weights, own=True)
         self.canary = worker.engine.canary(canary_tokens(1024))
-        self.pool = ProcessPool(self.config, path, self.weights, spool, engines=engines, threads=1)
+        self.pool = ProcessPool(self.config, path, self.weights, spool, engines=1, threads=1)
         self.pool.publish(0, self.weights, self.canary)
         self.seen: list[Event] = []
 
@@ -88,6 +98,47 @@ def test_an_engine_that_is_stopped_is_replaced_and_no_publication_waits_for_it_l
     assert bench.deaths == ["engine-0 gave no sign of life for 2 s (runtime.engine_timeout)"]
     assert not alive(victim)
     assert bench.pool.pids != [victim]
+
+
+def test_an_engine_that_is_killed_or_stopped_while_it_starts_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from estr.runtime import builders
+
+    real, blows = builders.build_rollout_worker, [signal.SIGKILL, signal.SIGSTOP]
+
+    def struck(config: Any, *arguments: Any, **named: Any) -> Any:
+        if "calls" in named:
+            for number in blows:
+                with contextlib.suppress(FileExistsError):
+                    (tmp_path / f"blow-{number}").touch(exist_ok=False)
+                    os.kill(os.getpid(), number)
+        return real(config, *arguments, **named)
+
+    monkeypatch.setattr(builders, "build_rollout_worker", struck)
+    with forked_engines():
+        bench = Bench(tmp_path, attempts=3, start=1.0)
+        try:
+            bench.submit(2)
+            bench.settled(1)
+        finally:
+            bench.pool.close()
+    assert len(list(tmp_path.glob("blow-*"))) == 2
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from estr.runtime import builders
+
+    def broken(*_: Any, calls: Any = None, **__: Any) -> Any:
+        raise LookupError("no such model")
+
+    def made(config: Any, *arguments: Any, **named: Any) -> Any:
+        return (broken if "calls" in named else real)(config, *arguments, **named)
+
+    real = builders.build_rollout_worker
+    monkeypatch.setattr(builders, "build_rollout_worker", made)
+    with forked_engines(), pytest.raises(RunError, match="engine-0 could not start: LookupError: no such model"):
+        Bench(tmp_path)
 
 
 def test_an_idle_engine_gives_signs_of_life(made: Any) -> None:

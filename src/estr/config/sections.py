@@ -174,6 +174,7 @@ class RuntimeConfig(Section):
     engine_timeout: float = Field(
         120.0, gt=0, description="Seconds without a sign of life after which an engine process is replaced."
     )
+    start_timeout: float = Field(300.0, gt=0, description="Seconds an engine process may take to load its model.")
     engine_memory: float = Field(0.0, ge=0, description="GiB of data one engine process may hold; 0: no limit.")
     engine_threads: int = Field(1, ge=1, description="Threads of one engine process.")
     learner_threads: int = Field(0, ge=0, description="Threads of the learner; 0: one in async, one per core in sync.")

@@ -17,7 +17,6 @@ from estr.runtime.calls import read_calls
 from estr.runtime.messages import Died, Event, Job, Ready
 from estr.runtime.worker import SIGNALS, WorkerSpec, worker_main
 
-START_TIMEOUT = 120.0  # seconds an engine process may take to load its model
 STOP_TIMEOUT = 5.0
 _LONGEST_TICK = 1.0  # seconds
 
@@ -98,14 +97,15 @@ class WorkerHandle:
 
 
 class Watch:
-    """A thread that gives up engine processes which show no sign of life for ``limit`` seconds.
+    """A thread that gives up engine processes which show no sign of life for ``limit`` seconds, or are not ready after
+    ``start`` seconds.
 
     Only time in which this thread itself ran is counted, so that a machine or a process group that was put to sleep
     does not make everything look dead.
     """
 
-    def __init__(self, workers: Callable[[], Sequence[WorkerHandle]], limit: float) -> None:
-        self._workers, self._limit = workers, limit
+    def __init__(self, workers: Callable[[], Sequence[WorkerHandle]], limit: float, start: float) -> None:
+        self._workers, self._limit, self._start = workers, limit, start
         self._tick = min(_LONGEST_TICK, limit / 4)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-watch", daemon=True)
@@ -121,10 +121,10 @@ class Watch:
     def _count(self, seconds: float) -> None:
         for worker in self._workers():
             worker.silence += seconds
-            limit = self._limit if worker.ready else max(self._limit, START_TIMEOUT)
+            limit, key = (self._limit, "engine_timeout") if worker.ready else (self._start, "start_timeout")
             if worker.silence > limit:
                 worker.silence = 0.0
-                worker.give_up(f"{worker.spec.name} gave no sign of life for {limit:g} s (runtime.engine_timeout)")
+                worker.give_up(f"{worker.spec.name} gave no sign of life for {limit:g} s (runtime.{key})")
 
     def stop(self) -> None:
         self._stopped.set()

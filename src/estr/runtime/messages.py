@@ -117,9 +117,10 @@ class Alive:
 
 @dataclass(frozen=True)
 class Died:
-    """A worker ended without being asked to, with the reason in one sentence."""
+    """A worker ended without being asked to, with the reason in one sentence; ``said``: by the worker itself."""
 
     reason: str
+    said: bool = False
 
 
 Event = Finished | Progress | Failed | Synced | Activity | Ready | Alive | Died

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from estr.config import Config
 from estr.errors import RunError
-from estr.runtime.handles import START_TIMEOUT, STOP_TIMEOUT, Watch, WorkerHandle
+from estr.runtime.handles import STOP_TIMEOUT, Watch, WorkerHandle
 from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Interval, Job, Progress, Ready, Synced
 from estr.runtime.rollout import RolloutWorker
 from estr.runtime.worker import CancelGroup, Stop, WorkerSpec
@@ -126,7 +126,8 @@ class ProcessPool:
         self._spool, self._attempts = spool, config.schedule.attempts
         self._deaths_in_a_row, self._deaths = 0, dict[str, int]()
         self._workers = [self._spawn(index) for index in range(engines)]
-        self._watch = Watch(lambda: self._workers, config.runtime.engine_timeout)
+        limits = config.runtime.engine_timeout, config.runtime.start_timeout
+        self._watch = Watch(lambda: self._workers, *limits)
         try:
             self._wait_ready()
         except BaseException:
@@ -150,18 +151,24 @@ class ProcessPool:
             raise RunError(f"{spec.name} could not be started: {error.strerror or error}") from error
 
     def _wait_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT
         missing = set(self._workers)
         while missing:
-            try:
-                worker, event = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                names = ", ".join(sorted(worker.spec.name for worker in missing))
-                raise RunError(f"{names} did not start within {START_TIMEOUT:.0f} s") from None
+            worker, event = self._inbox.get()
+            if worker not in missing:
+                continue
             if isinstance(event, Died):
-                raise RunError(f"{worker.spec.name} could not start: {event.reason}")
-            if isinstance(event, Ready):
+                missing.add(self._start_again(worker, event))
+            if isinstance(event, Ready | Died):
                 missing.discard(worker)
+
+    def _start_again(self, worker: WorkerHandle, death: Died) -> WorkerHandle:
+        """Another process for one that was killed while it started; one that says why it cannot start ends the run."""
+        self._deaths_in_a_row += 1
+        if death.said or self._deaths_in_a_row > self._attempts:
+            raise RunError(f"{worker.spec.name} could not start: {death.reason}")
+        worker.retire()
+        self._workers[worker.index] = self._spawn(worker.index)
+        return self._workers[worker.index]
 
     @property
     def pids(self) -> list[int]:

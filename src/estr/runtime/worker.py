@@ -89,7 +89,7 @@ def worker_main(spec: WorkerSpec, connection: Connection) -> None:
 
 def _last_words(connection: Connection, reason: str) -> None:
     with contextlib.suppress(OSError):
-        connection.send(Died(reason))
+        connection.send(Died(reason, said=True))
 
 
 class Timeline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from estr.errors import RunError
 
+_ASIDE = re.compile(r"\..+\.(\d+)-[0-9a-f]{8}\.tmp")
 _CAUSES = {
     errno.ENOSPC: "the disk is full; free some space and resume the run",
     errno.EDQUOT: "the disk quota is used up; free some space and resume the run",
@@ -81,6 +83,24 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
         aside.unlink(missing_ok=True)
         raise
     sync_directory(target.parent)
+
+
+def remove_orphans(directory: Path) -> None:
+    """Remove what processes that no longer run left aside in ``write_atomic``."""
+    for leftover in directory.glob(".*.tmp"):
+        match = _ASIDE.fullmatch(leftover.name)
+        if match is not None and not _runs(int(match[1])):
+            leftover.unlink(missing_ok=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def remove_leftovers(directory: Path, name: str = "*") -> None:

@@ -12,7 +12,7 @@ from types import TracebackType
 from estr.config.load import dump_config, load_config
 from estr.config.sections import Config
 from estr.errors import EstrError, UsageError
-from estr.storage.files import disk_errors, sync_directory, write_atomic
+from estr.storage.files import disk_errors, remove_orphans, sync_directory, write_atomic
 from estr.storage.lock import FileLock, is_locked
 
 _LOCK = ".lock"
@@ -85,6 +85,7 @@ class RunDirectory:
             with disk_errors("write to", directory):
                 for part in (run.rollouts, run.spool, run.checkpoints):
                     part.mkdir(exist_ok=True)
+                remove_orphans(directory)
         return run
 
     @property

@@ -1,0 +1,262 @@
+"""Starts run processes, kills them and their engines, and goes on until a run is done."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from estr.cli.main import main
+from estr.config.load import dump_config
+from estr.learner.learner import Learner
+from loop_helpers import command_line, descendants, small
+from torture import parts
+from torture.points import POINTS, Point, Trap
+
+STEPS = 10
+LONGEST_LIFE = 120.0  # seconds after which a process counts as hanging
+MODES: dict[str, dict[str, Any]] = {
+    "async": {"mode": "async", "max_staleness": 3},
+    "sync": {"mode": "sync"},
+    "lockstep": {"mode": "lockstep", "inter": 2, "intra": 1},
+}
+
+
+def configuration(mode: str, *, engines: int = 2, **learner: Any) -> Any:
+    """A small run with minibatches, retries and checkpoints in all the wrong places."""
+    return small(
+        run={"steps": STEPS, "checkpoint_every": 2, "keep_checkpoints": 2},
+        task={"name": "torture.parts:Torture"},
+        rollout={"group_size": 2, "max_new_tokens": 6, "max_turns": 4, "slots": 3, "parked": 3},
+        schedule=MODES[mode] | {"attempts": 2, "wait_timeout": 60.0},
+        learner={"prompts_per_step": 2, "minibatches": 2, "learning_rate": 1e-3} | learner,
+        runtime={
+            "engines": 1 if mode == "lockstep" else engines,
+            "engine_timeout": 3.0,
+            "start_timeout": 6.0,
+            "learner_threads": 1,
+        },
+    )
+
+
+class TortureError(AssertionError):
+    """A promise was broken; the message says where to look."""
+
+
+@dataclass
+class Blow:
+    """What is done to one process life: a trap inside it, or a signal from outside after ``delay`` seconds."""
+
+    trap: Trap | None = None
+    signal: int = 0
+    to: str = ""  # "learner" or "engine"
+    delay: float = 0.0
+
+    @property
+    def phase(self) -> str:
+        if self.trap is None:
+            return f"any time: {signal.Signals(self.signal).name} to the {self.to}"
+        return "a file call" if self.trap.point is None else self.trap.point.phase
+
+
+@dataclass
+class Tally:
+    kills: Counter[str] = field(default_factory=Counter)
+    lives: int = 0  # run processes
+    runs: Counter[str] = field(default_factory=Counter)
+    facts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        return self.kills.total()
+
+
+class Torturer:
+    """Draws blows from a seed and deals them; ``pretended`` engines and learners, or the real ones."""
+
+    def __init__(self, directory: Path, seed: int, *, pretended: bool = True) -> None:
+        self.directory, self.pretended = directory, pretended
+        self.draw, self.tally = random.Random(seed), Tally()
+        self._unused: dict[str, list[Point | None]] = {}
+        self._count = 0
+        torch.set_num_threads(1)
+
+    # ------------------------------------------------------------------ one run
+
+    def reference(self, mode: str) -> Path:
+        """The same run, never touched."""
+        path = self._create(mode, "reference")
+        self._live(path, Blow(), fresh=True)
+        return path
+
+    def run(self, mode: str, most: int) -> Path:
+        """A run that takes up to ``most`` blows and is then left alone to its end."""
+        path, dealt = self._create(mode, "run"), 0
+        fresh = True
+        while True:
+            blow = self._blow(mode, fresh) if dealt < most else Blow()
+            hit, done = self._live(path, blow, fresh=fresh)
+            fresh = False
+            if hit:
+                dealt += 1
+                self.tally.kills[blow.phase] += 1
+            if done:
+                self.tally.runs[mode] += 1
+                return path
+
+    def _create(self, mode: str, name: str) -> Path:
+        self._count += 1
+        path = self.directory / f"{self._count:03d}-{mode}-{name}"
+        (self.directory / f"{path.name}.toml").write_text(dump_config(configuration(mode)))
+        return path
+
+    # ------------------------------------------------------------------ blows
+
+    def _blow(self, mode: str, fresh: bool) -> Blow:
+        kind = self.draw.random()
+        if kind < 0.15:
+            to = "learner" if mode == "lockstep" or self.draw.random() < 0.5 else "engine"
+            number = self.draw.choice(
+                [signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP if to == "engine" else signal.SIGTERM]
+            )
+            return Blow(signal=number, to=to, delay=self.draw.uniform(0.05, 1.5))
+        self._count += 1
+        latch = self.directory / f"latch-{self._count}"
+        if kind < 0.30:
+            return Blow(Trap(None, self.draw.randint(1, 120), latch))
+        point = self._next_point(mode, fresh)
+        return Blow(Trap(point, self.draw.randint(1, point.most), latch))
+
+    def _next_point(self, mode: str, fresh: bool) -> Point:
+        """Every point comes once before one comes again; those of a resume only in a resume."""
+        waiting = self._unused.setdefault(mode, [])
+        fit = [point for point in waiting if point is not None and not (fresh and point.phase == "resuming")]
+        if not fit:
+            waiting[:] = [point for point in POINTS if mode in point.modes]
+            fit = [point for point in waiting if point is not None and not (fresh and point.phase == "resuming")]
+        point = self.draw.choice(fit)
+        waiting.remove(point)
+        return point
+
+    # ------------------------------------------------------------------ one process life
+
+    def _live(self, path: Path, blow: Blow, *, fresh: bool) -> tuple[bool, bool]:
+        """(whether the blow was dealt, whether the run is done)"""
+        self.tally.lives += 1
+        fresh = fresh or not path.exists()
+        log = path.with_suffix(".log")
+        pid = self._fork(path, blow, fresh, log)
+        status = self._watch(pid, blow, log)
+        hit = blow.trap.latch.exists() if blow.trap is not None else blow.delay < 0
+        _end_children_of(pid, log)
+        code = os.waitstatus_to_exitcode(status)
+        if code == 0:
+            return hit, True
+        expected = {-signal.SIGKILL} if hit else set()
+        if blow.signal == signal.SIGTERM and hit:
+            expected |= {130, -signal.SIGTERM}
+        if code not in expected:
+            raise TortureError(f"{path} ended with status {code} after {blow.trap or blow.phase}; see {log}")
+        return hit, False
+
+    def _fork(self, path: Path, blow: Blow, fresh: bool, log: Path) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            os.setsid()
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            for number in (1, 2):
+                os.dup2(descriptor, number)
+            what = str(blow.trap) if blow.trap is not None else blow.phase if blow.signal else "no blow"
+            print(f"--- {'train' if fresh else 'resume'}, pid {os.getpid()}, {what}", flush=True)
+            self._prepare(blow)
+            config = self.directory / f"{path.name}.toml"
+            arguments = ["train", str(config), "--output", str(path)] if fresh else ["resume", str(path)]
+            code = main(arguments)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _prepare(self, blow: Blow) -> None:
+        """In the run process: forked engines, pretended parts, the trap."""
+        real = multiprocessing.get_context
+        multiprocessing.get_context = lambda kind=None: real("fork" if kind == "spawn" else kind)  # type: ignore[assignment]
+        if self.pretended:
+            from estr.runtime import builders, setup
+
+            builders.LocalEngine = parts.PretendedEngine  # type: ignore[misc]
+            setup.Learner = parts.PretendedLearner  # type: ignore[misc]
+        else:
+            parts.applying = Learner._apply  # type: ignore[assignment]
+        if blow.trap is not None:
+            blow.trap.arm()
+            if not self.pretended:
+                Learner._apply = parts.applying  # type: ignore[method-assign, assignment]
+
+    def _watch(self, pid: int, blow: Blow, log: Path) -> int:
+        started = time.monotonic()
+        while True:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return status
+            elapsed = time.monotonic() - started
+            if blow.signal and 0 <= blow.delay < elapsed:
+                self._strike(pid, blow)
+            if elapsed > LONGEST_LIFE:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                raise TortureError(f"a process hung for {LONGEST_LIFE:.0f} s; see {log}")
+            time.sleep(0.005)
+
+    def _strike(self, pid: int, blow: Blow) -> None:
+        children = [child for child in descendants(pid) if "resource_tracker" not in command_line(child)]
+        victims = [pid] if blow.to == "learner" else children
+        if not victims:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.draw.choice(victims), blow.signal)
+            blow.delay = -1.0
+
+
+def _end_children_of(pid: int, log: Path) -> None:
+    """Engine processes end with the run process; give them a moment, then say that they did not."""
+    deadline = time.monotonic() + 10.0
+    while members := _session(pid):
+        if time.monotonic() > deadline:
+            for member in members:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
+            raise TortureError(f"processes {members} outlived the run process {pid}; see {log}")
+        time.sleep(0.01)
+
+
+def _session(pid: int) -> list[int]:
+    """Processes of the session that ``pid`` led, zombies left out."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = entry.read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):
+            continue
+        if int(session) == pid and state != "Z":
+            found.append(int(entry.parent.name))
+    return found

@@ -291,8 +291,9 @@ def _entropy_kind(table: Table, entropy: Floats, upper: Floats, learner: Floats)
     if not np.isfinite(entropy).any():
         return "proxy" if np.isfinite(learner).any() else "absent"
     kinds = {str(kind) for kind in table.scalars.get("entropy_kind") or [] if kind is not None}
-    for kind in kinds - set(_KINDS):
-        table.notes.append(f"entropy_kind {kind!r} is not known here (known are {', '.join(_KINDS)}).")
+    for kind in sorted(kinds - set(_KINDS)):
+        table.notes.append(f"entropy_kind {kind!r} is not known here (known are {', '.join(_KINDS)}), read as proxy.")
+    kinds = {kind if kind in _KINDS else "proxy" for kind in kinds}
     if not kinds:
         return "bounded" if np.isfinite(upper).any() else "exact"
     return kinds.pop() if len(kinds) == 1 else "mixed"

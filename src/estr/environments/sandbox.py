@@ -231,7 +231,7 @@ class _Helper:
 
 
 def _start(descriptor: int) -> subprocess.Popen[bytes]:
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
     try:
         return subprocess.Popen(
             [sys.executable, "-I", "-c", _START, json.dumps(_search_path()), str(descriptor)],

@@ -43,9 +43,8 @@ def repetition_penalty(dump: Dump) -> Finding | None:
     return Finding(
         "A4",
         f"Tokens that stand in the context already have δ {effect.value:+.3f} above that of new ones at like positions "
-        f"({effect.value / effect.error:.0f} standard errors, {word}): the engine samples with a repetition penalty "
-        "that the "
-        "learner does not know of.",
+        f"({effect.value / effect.error:.0f} standard errors, {word}): the engine samples with a repetition penalty, or "
+        "another transform that looks at the context, and the learner does not know of it.",
         {
             "effect": effect.value,
             "standard_errors": effect.value / effect.error,
@@ -169,4 +168,4 @@ def _independent_of_lag(dump: Dump, known: Mask) -> bool:
     near, far = mean_of(scaled[lag <= middle]), mean_of(scaled[lag > middle])
     if min(near.count, far.count) < FEWEST:
         return False
-    return far.value - near.value < 0.15 * near.value + 2 * float(np.hypot(near.error, far.error))
+    return far.value - near.value + 2 * float(np.hypot(near.error, far.error)) < 0.3 * near.value

@@ -11,7 +11,10 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before = os.environ.get("ESTR_CACHE")
-    os.environ["ESTR_CACHE"] = str(tmp_path_factory.getbasetemp().parent / "builtin-models")
+    session = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # one for all workers
+        session = session.parent
+    os.environ["ESTR_CACHE"] = str(session / "builtin-models")
     yield
     os.environ.pop("ESTR_CACHE")
     if before is not None:

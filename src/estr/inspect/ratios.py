@@ -123,7 +123,9 @@ def decompose(dump: Dump) -> Decomposition:
     else:
         coefficients = nonnegative_least_squares(design, squared)
     noise, inter, intra = (float(part) for part in coefficients * design.mean(0))
-    return Decomposition(tokens, total, noise, inter, intra, total - noise - inter - intra, *zero, scale)
+    left = total - noise - inter - intra
+    unexplained = 0.0 if abs(left) < 1e-9 * total else left
+    return Decomposition(tokens, total, noise, inter, intra, unexplained, *zero, scale)
 
 
 def nonnegative_least_squares(design: Floats, target: Floats) -> Floats:

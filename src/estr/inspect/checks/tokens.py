@@ -43,7 +43,7 @@ def repetition_penalty(dump: Dump) -> Finding | None:
     return Finding(
         "A4",
         f"Tokens that stand in the context already have δ {effect.value:+.3f} above that of new ones at like positions "
-        f"({effect.value / effect.error:.0f} standard errors, {word}): the engine samples with a repetition penalty, or "
+        f"({effect.value / effect.error:.0f} standard errors, {word}): the engine samples with a repetition penalty or "
         "another transform that looks at the context, and the learner does not know of it.",
         {
             "effect": effect.value,

@@ -152,6 +152,7 @@ class Loop:
             Accounting(self.journal, 1),
             notice=lambda sentence: None,
             minibatch_of=_minibatches(config).__getitem__,
+            extra_temperature=self.learner.extensions.extra_temperature,
         )
         self.results: list[StepResult] = []
         self.batches: list[list[Group]] = []

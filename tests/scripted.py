@@ -35,6 +35,7 @@ class ScriptedEngine:
         limit: int,
         rule: Any = None,
         explore: bool = False,
+        heat: float = 0.0,
         history: Any = None,
     ) -> None:
         if len(tokens) >= self.max_context:

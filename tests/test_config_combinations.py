@@ -89,6 +89,7 @@ def test_others_are_not(name):
         (["learner.controllers=fixed_norm", "learner.controller_options.fixed_norm.max_norm=0"], "never scales"),
         (["learner.controllers=rq", "run.steps=10"], "'rq' waits for 10 gradients"),
         (["selection=dapo", "rollout.group_size=1", "advantage=maxrl"], "'dapo' keeps every group"),
+        (["selection=aepo", "rollout.temperature=0.7"], "meant for 1"),
     ],
 )
 def test_what_has_no_effect_is_named(sets, words):
@@ -114,6 +115,7 @@ def test_what_has_no_effect_is_named(sets, words):
         ["learner.controllers=fixed_norm", "learner.controller_options.fixed_norm.max_norm=0.5"],
         ["learner.controllers=['rq','gac']"],
         ["selection=dapo"],
+        ["selection=aepo"],
     ],
 )  # fmt: skip
 def test_what_works_is_silent(sets):
@@ -123,3 +125,18 @@ def test_what_works_is_silent(sets):
 def test_a_selection_that_keeps_nothing_is_refused():
     with pytest.raises(UsageError, match="drops every group"):
         validate("selection=dapo", "objective.selection_options.keep_singletons=false", "rollout.group_size=1")
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["learner.prompts_per_step=3"], "a share of 0.25 .* of the 3 prompts .* which is none"),
+        (["objective.selection_options.prompt_share=0.1"], "which is none"),
+        (["learner.minibatches=8", "schedule.max_staleness=8"], "samples 2 prompts .* again, more than the 1 of its first"),
+        (["rollout.top_p=0.9"], "whole vocabulary at a temperature of their own"),
+        (["rollout.sampler=cuts"], "whole vocabulary at a temperature of their own"),
+    ],
+)
+def test_second_rollouts_that_cannot_be_are_refused(sets, words):
+    with pytest.raises(UsageError, match=words):
+        validate("selection=aepo", *sets)

@@ -71,6 +71,8 @@ SAMPLERS = {
     "mixed_cuts": (*GRPO, "rollout.sampler=mixed_cuts", "rollout.cuts_warm=1", "rollout.cuts_logprob=policy"),
 }
 
+SELECTIONS = {"aepo": (*GRPO, "objective.selection=aepo", "objective.selection_options.prompt_share=0.5")}
+
 METHODS = {
     f"{family}: {name}": sets
     for family, table in {
@@ -79,6 +81,7 @@ METHODS = {
         "re-weighting": REWEIGHTINGS,
         "regularizer": REGULARIZERS,
         "shaping": SHAPINGS,
+        "selection": SELECTIONS,
         "controller": CONTROLLERS,
         "sampler": SAMPLERS,
     }.items()
@@ -111,7 +114,17 @@ def test_the_table_is_complete() -> None:
     ):
         assert set(known) <= set(table)
     assert set(samplers.table()) == {"standard", "cuts", "mixed_cuts"}
-    assert set(selections()) == {"dapo", "aepo"}
+    assert set(selections()) == {"dapo", *SELECTIONS}
+
+
+def test_dynamic_sampling_drops_what_the_same_loop_would_train() -> None:
+    """Rewards of two values only, so that some groups have no spread."""
+    sets = (*GRPO, "task.turns=1", "task.coarse=2")
+    plain, chosen = (Loop(configured(*sets, f"objective.selection={rule}")).go() for rule in ("none", "dapo"))
+    assert chosen.journal.dropped_groups
+    assert plain.journal.dropped_groups == []
+    assert min(line["grad/norm"] for line in chosen.metrics) > 0
+    assert not np.array_equal(path_of(plain.metrics), path_of(chosen.metrics))
 
 
 @pytest.mark.parametrize("name", METHODS)

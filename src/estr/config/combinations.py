@@ -45,12 +45,35 @@ def _refuse_double_counting(recipe: Objective) -> None:
 
 def _refuse_selection(config: Config) -> None:
     section = config.objective
+    if section.selection == "aepo":
+        _refuse_second_rollouts(config)
     if section.selection != "dapo" or config.rollout.group_size > 1:
         return
     if not section.selection_options.get("keep_singletons", True):
         raise UsageError(
             "objective.selection: 'dapo' with keep_singletons = false drops every group, because rollout.group_size is "
             "1; raise group_size"
+        )
+
+
+def _refuse_second_rollouts(config: Config) -> None:
+    rollout, prompts = config.rollout, config.learner.prompts_per_step
+    share = {**_defaults("aepo"), **config.objective.selection_options}["prompt_share"]
+    if int(prompts * share) == 0:
+        raise UsageError(
+            f"objective.selection: 'aepo' samples a share of {share:g} (prompt_share) of the {prompts} prompts of a "
+            "rollout batch a second time, which is none; raise it or learner.prompts_per_step"
+        )
+    first = -(-prompts // config.learner.minibatches)
+    if int(prompts * share) > first:
+        raise UsageError(
+            f"objective.selection: 'aepo' samples {int(prompts * share)} prompts of a rollout batch again, more "
+            f"than the {first} of its first minibatch; lower prompt_share or learner.minibatches"
+        )
+    if rollout.top_p < 1 or rollout.top_k or rollout.min_p or rollout.sampler != "standard":
+        raise UsageError(
+            "objective.selection: 'aepo' draws its second rollouts from the whole vocabulary at a temperature of their "
+            'own; use rollout.sampler = "standard" with top_p = 1, top_k = 0 and min_p = 0'
         )
 
 
@@ -130,6 +153,11 @@ def _advantage_warnings(config: Config, recipe: Objective) -> list[str]:
         )
     if section.selection == "dapo" and config.rollout.group_size == 1:
         warnings.append("objective.selection = 'dapo' keeps every group, because rollout.group_size is 1")
+    if section.selection == "aepo" and config.rollout.temperature != 1:
+        warnings.append(
+            "objective.selection = 'aepo' measures entropy at rollout.temperature = "
+            f"{config.rollout.temperature:g}; its target and its own temperatures are meant for 1"
+        )
     return warnings
 
 
@@ -137,7 +165,7 @@ def _reward_warnings(config: Config) -> list[str]:
     section = config.objective
     if "overlong" not in section.shaping:
         return []
-    options = _with_defaults(section.shaping_options.get("overlong", {}), "overlong")
+    options = {**_defaults("overlong"), **section.shaping_options.get("overlong", {})}
     longest = config.rollout.max_new_tokens * config.rollout.max_turns
     free = options["max_length"] - options["buffer"]
     if longest > free:
@@ -149,10 +177,10 @@ def _reward_warnings(config: Config) -> list[str]:
     ]
 
 
-def _with_defaults(options: dict[str, Any], name: str) -> dict[str, Any]:
-    from estr.shaping import shapings
+def _defaults(name: str) -> dict[str, Any]:
+    from estr.shaping import selections, shapings
 
-    return {**shapings()[name].hyperparameters, **options}
+    return {**shapings(), **selections()}[name].hyperparameters
 
 
 def _controller_warnings(config: Config) -> list[str]:

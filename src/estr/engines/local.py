@@ -59,6 +59,7 @@ class _Row:
     turn_start: int = 0
     actions: int = 0  # sampled in this trajectory, over all its rows and turns
     rule: VersionRule | None = None
+    cached_under: int = -1  # version that its cache was last computed under
     state: Literal["pending", "active", "parked"] = "pending"
 
 
@@ -70,6 +71,7 @@ class _Start:
     limit: int
     rule: VersionRule | None = None
     explore: bool = False
+    heat: float = 0.0
     history: Segment | None = None
 
     @property
@@ -106,6 +108,7 @@ class LocalEngine:
         self._decoder, self._head = base_model(model).get_decoder(), head_of(model)
         self._stops = stops
         self._sampler = _needed_sampler(settings)
+        self._heated = False  # whether a row with a temperature of its own was ever started
         vocabulary = self._head.weight.shape[0]
         self._end = torch.zeros(vocabulary, dtype=torch.bool)
         self._end[[i for i in settings.end_ids if 0 <= i < vocabulary]] = True
@@ -156,19 +159,21 @@ class LocalEngine:
         limit: int,
         rule: VersionRule | None = None,
         explore: bool = False,
+        heat: float = 0.0,
         history: Segment | None = None,
     ) -> None:
         """Begin a conversation whose prompt is ``tokens``; its first turn has at most ``limit`` tokens.
 
-        ``explore``: an exploring sampler (CUTS) treats this row. ``history``: the row as another engine left it, which
-        ``tokens`` continue; it is read again under the weights of now, and what is known of its tokens is kept.
+        ``explore``: an exploring sampler (CUTS) treats this row. ``heat``: a temperature of its own to draw tokens at
+        (0: none), while log μ and H stay those of the engine's sampler. ``history``: the row as another engine left it,
+        which ``tokens`` continue; it is read again under the weights of now, and what is known of its tokens is kept.
 
         Raises:
             ValueError: the key is in use, or there is no room for the row.
         """
         if key in self._rows or any(start.key == key for start in self._queue):
             raise ValueError(f"the engine already runs {key!r}")
-        start = _Start(key, tokens, seed, limit, rule, explore, history)
+        start = _Start(key, tokens, seed, limit, rule, explore, heat, history)
         self._check_room(start.length)
         self._queue.append(start)
 
@@ -253,11 +258,13 @@ class LocalEngine:
             if start.history is not None:
                 self._store.append_segment(index, start.history)
             self._store.append(index, start.tokens)
-            self._store.explore[index] = start.explore
+            self._store.explore[index], self._store.heat[index] = start.explore, start.heat
+            self._heated |= start.heat > 0
             self._begin_turn(row, start.seed, start.limit)
 
     def _pending_groups(self) -> list[list[_Row]]:
         """Rows to prefill now, in groups that share a version and fit the budget together."""
+        self._forget_outdated()
         groups: dict[int, list[_Row]] = {}
         budget, seats = self.settings.prefill_tokens, self.settings.slots - self._active
         while self._pending and seats > 0 and budget > 0:
@@ -266,6 +273,19 @@ class LocalEngine:
             seats -= 1
             groups.setdefault(self._version_for(row), []).append(row)
         return [groups[version] for version in sorted(groups)]
+
+    def _forget_outdated(self) -> None:
+        """With imposed versions and kv = "recompute": rows whose version has changed are read again from their start."""
+        if self.settings.kv != "recompute":
+            return
+        for row in list(self._rows.values()):
+            if row.rule is None or row.state == "parked" or row.cached_under in (-1, self._version_for(row)):
+                continue
+            self._store.cached[row.index] = 0
+            if row.state == "active":
+                self._leave_front(row)
+                row.state = "pending"
+                self._pending.append(row)
 
     def _version_for(self, row: _Row) -> int:
         return self.weights.active if row.rule is None else row.rule(row.actions)
@@ -316,6 +336,7 @@ class LocalEngine:
         return leaders, followers
 
     def _decode(self) -> list[Turn]:
+        self._forget_outdated()
         if not self._active:
             return []
         self._reserve(int(self._store.length[: self._active].max()) + 1)
@@ -370,6 +391,7 @@ class LocalEngine:
         self.counters.sampled_tokens += len(rows)
         for row in rows:
             row.actions += 1
+            row.cached_under = self.weights.active
         full = (length + 1 - turn >= store.limit[index]) | (length + 1 >= self.settings.max_context)
         flagged = (self._check[sampled.token] | full).nonzero()[:, 0].tolist()
         ended = [end for i in flagged if (end := self._ended(rows[i])) is not None]
@@ -380,9 +402,11 @@ class LocalEngine:
 
     def _sample(self, index: Tensor, logits: Tensor, position: Tensor) -> Sampled:
         uniform = self._store.uniform[index, position]
-        if self._sampler is None:
+        if self._sampler is None and not self._heated:
             return sample(logits, self.settings.temperature, uniform)
-        return draw(self._sampler, logits, position, self._store.explore[index], uniform, self.settings.topk)
+        sampler = self._sampler or Standard(self.settings.temperature)
+        heat = self._store.heat[index] if self._heated else None
+        return draw(sampler, logits, position, self._store.explore[index], uniform, self.settings.topk, heat)
 
     def _ended(self, row: _Row) -> Turn | None:
         store = self._store

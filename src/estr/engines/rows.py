@@ -45,7 +45,7 @@ class RowStore:
     """Tokens, log μ, H, versions of every row, [rows, columns]; lengths and the running turn's limits, [rows]."""
 
     _WIDE = ("tokens", "action", "logprob", "entropy", "version", "uniform")
-    _NARROW = ("length", "cached", "turn_start", "limit", "explore")
+    _NARROW = ("length", "cached", "turn_start", "limit", "explore", "heat")
 
     def __init__(self, rows: int, columns: int) -> None:
         nan = float("nan")
@@ -60,6 +60,7 @@ class RowStore:
         self.turn_start = torch.zeros(rows, dtype=torch.int64)
         self.limit = torch.zeros(rows, dtype=torch.int64)
         self.explore = torch.zeros(rows, dtype=torch.bool)
+        self.heat = torch.zeros(rows, dtype=torch.float32)
         self._extra = [Extra() for _ in range(rows)]
 
     def clear(self, row: int) -> None:

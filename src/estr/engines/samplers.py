@@ -49,15 +49,27 @@ class Sampler(ABC):
 
 
 def draw(
-    sampler: Sampler, logits: Tensor, position: Tensor, explore: Tensor, uniform: Tensor, topk: int = 0
+    sampler: Sampler,
+    logits: Tensor,
+    position: Tensor,
+    explore: Tensor,
+    uniform: Tensor,
+    topk: int = 0,
+    heat: Tensor | None = None,
 ) -> Sampled:
     """Sample one token a row, by inverting the cumulative distribution as :func:`~estr.engines.sampler.sample` does.
 
     ``uniform``: float64 [n] in [0, 1); ``topk``: how many of the most likely tokens are recorded with their log μ.
-    The token lies inside the support, and so do all ids recorded as support.
+    The token lies inside the support, and so do all ids recorded as support. ``heat``: float32 [n], where it is above 0
+    the token is drawn at this temperature from the whole vocabulary, and what is recorded stays that of the sampler
+    (AEPO's extra rollouts, whose ratios have the policy below the line and not the distribution that sampled).
     """
     got = sampler.distribution(logits, position, explore)
-    token = invert(got.logprob.exp(), uniform)
+    drawn_from = got.logprob
+    if heat is not None:
+        tempered = torch.log_softmax(logits.float() / torch.where(heat > 0, heat, 1.0)[:, None], dim=-1)
+        drawn_from = torch.where((heat > 0)[:, None], tempered, drawn_from)
+    token = invert(drawn_from.exp(), uniform)
     entropy = torch.special.entr(got.recorded.exp()).sum(-1)
     support: tuple[Tensor, Tensor] | None = None
     if not sampler.plain:

@@ -14,7 +14,7 @@ from estr.batch import TokenBatch
 from estr.config.sections import Config
 from estr.controllers import EntropyRegularizer, StepController, controller, regularizer
 from estr.errors import UsageError
-from estr.shaping import RewardShaping, shaping
+from estr.shaping import ArbitraryEntropy, RewardShaping, selection, shaping
 from estr.state import Stateful, finite_mean
 
 
@@ -31,13 +31,15 @@ class Prepared:
 class Extensions:
     """Shapings and controllers, any number in order, at most one re-weighting and one regularizer.
 
-    Shapings change rewards before advantages; the others act inside the optimizer step.
+    Shapings change rewards before advantages, ``replacing`` puts trajectories of second rollouts in place of others;
+    the rest act inside the optimizer step.
     """
 
     shapings: Sequence[RewardShaping] = ()
     reweighting: Reweighting | None = None
     regularizer: EntropyRegularizer | None = None
     controllers: Sequence[StepController] = ()
+    replacing: ArbitraryEntropy | None = None
 
     @classmethod
     def of(cls, config: Config) -> Extensions:
@@ -55,9 +57,14 @@ class Extensions:
                 controllers=[
                     controller(name, **learner.controller_options.get(name, {})) for name in learner.controllers
                 ],
+                replacing=_replacing(config),
             )
         except ValueError as error:
             raise UsageError(f"[objective] or [learner] {error}") from None
+
+    def extra_temperature(self) -> float:
+        """What second rollouts are sampled at now; 0 where there are none."""
+        return 0.0 if self.replacing is None else self.replacing.temperature
 
     @property
     def need_values(self) -> bool:
@@ -110,6 +117,18 @@ class Extensions:
             )
 
     def _named(self) -> dict[str, Stateful]:
-        named: dict[str, Stateful | None] = {"reweighting": self.reweighting, "regularizer": self.regularizer}
+        named: dict[str, Stateful | None] = {
+            "reweighting": self.reweighting,
+            "regularizer": self.regularizer,
+            "replacing": self.replacing,
+        }
         named |= {f"controller{number}": controller for number, controller in enumerate(self.controllers)}
         return {name: extension for name, extension in named.items() if extension is not None}
+
+
+def _replacing(config: Config) -> ArbitraryEntropy | None:
+    section = config.objective
+    if section.selection == "none":
+        return None
+    rule = selection(section.selection, **section.selection_options)
+    return rule if isinstance(rule, ArbitraryEntropy) else None  # dynamic sampling acts where groups come in

@@ -22,6 +22,7 @@ from estr.learner.minibatch import Minibatch
 from estr.learner.optimizer import Optimizer
 from estr.learner.packing import Columns, pack, unpack
 from estr.learner.reference import Reference
+from estr.learner.replacing import put_in_place
 from estr.learner.results import StepResult, TrainedTrajectory, aligned
 from estr.learner.rollouts import Rollouts, minibatch_plan
 from estr.learner.schedules import learning_rate
@@ -29,6 +30,7 @@ from estr.learner.scoring import score, score_microbatches, score_norms
 from estr.learner.step import Gradient, Seen
 from estr.models.forward import check_head, head_of, prepare_model
 from estr.objectives import Objective, objective, recipes
+from estr.state import finite_mean
 from estr.trajectory import Segment, Trajectory, derive_seed
 
 _RECORDED = {
@@ -90,10 +92,7 @@ class Learner:
     def train(self, groups: Sequence[Sequence[Trajectory]]) -> Iterator[StepResult]:
         """One rollout batch: yields after each optimizer step, before the next one begins."""
         learner = self.config.learner
-        rollouts = Rollouts.of(groups, learner)
-        for shaping in self.extensions.shapings:
-            rollouts.shape_rewards(shaping, self._think_end)
-        rollouts.estimate(self._estimator, **self._estimator_fields(rollouts))
+        rollouts, dropped = self._prepared(groups)
         seed = derive_seed(self.config.run.seed, "minibatches", self.version)
         plan = minibatch_plan(len(groups), learner.minibatches, learner.epochs, seed)
         self._freeze(rollouts, plan)
@@ -103,7 +102,9 @@ class Learner:
                 with self._average.weights():
                     columns = self._columns(self.model, rollouts, minibatch.learning)
                 rollouts.proximal_logprob, rollouts.proximal_entropy = columns
-            yield self._step(minibatch, fresh=number == 0 and self._freezes_proximal)
+            result = self._step(minibatch, fresh=number == 0 and self._freezes_proximal)
+            result.dropped, dropped = dropped, []
+            yield result
 
     def canary(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """log π of ``tokens[1:]`` under the current weights at the rollout temperature, float32 [len - 1]."""
@@ -146,6 +147,31 @@ class Learner:
             self._average.load_state(state["average"], _under("average/", tensors))
 
     # ------------------------------------------------------------------ one rollout batch
+
+    def _prepared(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[Rollouts, list[tuple[Trajectory, str]]]:
+        """The batch with its advantages, and what of it does not train because of second rollouts.
+
+        Groups with second rollouts come first, so that all who change places are trained by the first minibatch.
+        """
+        rule, size = self.extensions.replacing, self.config.rollout.group_size
+        if rule is None:
+            return self._estimated(groups), []
+        groups = sorted(groups, key=lambda group: len(group) <= size)
+        rollouts = self._estimated([[t for t in group if t.sibling < size] for group in groups])
+        second = [[t for t in group if t.sibling >= size] for group in groups]
+        if not any(second):
+            return rollouts, []
+        return rollouts, put_in_place(rollouts, self._estimated([group for group in second if group]), rule)
+
+    def _estimated(self, groups: Sequence[Sequence[Trajectory]]) -> Rollouts:
+        rollouts = Rollouts.of(groups, self.config.learner)
+        for shaping in self.extensions.shapings:
+            rollouts.shape_rewards(shaping, self._think_end)
+        try:
+            rollouts.estimate(self._estimator, **self._estimator_fields(rollouts))
+        except ValueError as error:
+            raise RunError(f"objective.advantage: {error}") from error
+        return rollouts
 
     @property
     def _freezes_proximal(self) -> bool:
@@ -228,6 +254,8 @@ class Learner:
         self.optimizer.step(rate)
         if self._average is not None:
             self._average.update()
+        if self.extensions.replacing is not None:
+            metrics |= self.extensions.replacing.observe(finite_mean(-torch.cat(seen.logprob)))
         self.version += 1
         return metrics | {"learner/learning_rate": rate}, None
 

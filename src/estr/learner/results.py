@@ -39,6 +39,7 @@ class StepResult:
     trajectories: list[TrainedTrajectory] = field(default_factory=list)
     action_tokens: int = 0  # that entered the loss
     read_tokens: int = 0  # that the model read in the step's forward and backward pass
+    dropped: list[tuple[Trajectory, str]] = field(default_factory=list)  # of the rollout batch, with the reason
 
 
 def aligned(segments: list[Segment], columns: list[NDArray[np.float32]]) -> PerSegment:

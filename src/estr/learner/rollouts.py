@@ -119,6 +119,15 @@ class Rollouts:
             columns.append(rows)
         return columns
 
+    def replace(self, i: int, other: Rollouts, j: int, advantage: float) -> None:
+        """Trajectory j of ``other`` takes the place of trajectory i, with this advantage at every token."""
+        assert self.advantage is not None
+        self.trajectories[i] = trajectory = other.trajectories[j]
+        self.lengths[i], self.learns[i] = other.lengths[j], other.learns[j]
+        self.reward[i], self.advantage[i] = other.reward[j], advantage
+        if self.token_advantage is not None:
+            self.token_advantage[i] = [np.full(s.action_count, advantage, np.float32) for s in trajectory.segments]
+
     def advantage_of(self, i: int) -> float:
         """The advantage of one trajectory; the mean over its action tokens where they differ."""
         assert self.advantage is not None

@@ -43,7 +43,8 @@ class Collector:
     """Keeps the pool supplied and hands whole groups to the learner.
 
     ``minibatch_of`` maps a group's place in its rollout batch to the minibatch that trains it (lockstep needs to know
-    at which version that is). ``check`` is called while waiting and may raise (an interrupt).
+    at which version that is). ``check`` is called while waiting and may raise (an interrupt). ``extra_temperature`` is
+    what the second half of a group with twice as many trajectories is sampled at (AEPO).
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Collector:
         notice: Callable[[str], None],
         minibatch_of: Callable[[int], int],
         check: Callable[[], None] = lambda: None,
+        extra_temperature: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self._extra_temperature = extra_temperature
         self._config, self._schedule, self._pool, self._task = config, schedule, pool, task
         self._journal, self._accounting = journal, accounting
         self._notice, self._minibatch_of, self._check = notice, minibatch_of, check
@@ -124,6 +127,7 @@ class Collector:
             min_version=self._version,
             window=self._window(ticket.group) if self._lockstep else None,
             explore=self._config.rollout.explores(ticket.sibling),
+            heat=self._extra_temperature() if ticket.sibling >= self._config.rollout.group_size else 0.0,
         )
 
     def _window(self, number: int) -> VersionWindow:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from estr.config import Config
 from estr.environments.base import Problem
 from estr.runtime.messages import Progress
+from estr.runtime.selecting import group_size
 from estr.schedule import Group, Ticket
 from estr.storage.ledger import Ledger
 from estr.storage.rollout_files import RolloutWriter
@@ -50,7 +51,7 @@ class RunJournal:
             ticket.sibling,
             ticket.attempt,
             seed=derive_seed(self._config.run.seed, ticket.group, ticket.sibling, ticket.attempt),
-            group_size=self._config.rollout.group_size,
+            group_size=group_size(self._config, ticket.group),
             task_id=problem.task_id,
             prompt=problem.prompt,
             group_key=problem.task_id,
@@ -77,11 +78,12 @@ class RunJournal:
         self._keep(self._ledger.drop_group(group, reason, self._step + 1), reason)
 
     def trained(self, settled: Sequence[tuple[Trajectory, Settlement]], step: int) -> None:
-        """Trajectories were used up by optimizer step ``step``: trained, or dropped because it was skipped."""
+        """Trajectories were used up by optimizer step ``step``: trained, dropped because it was skipped, or passed over
+        for others of their batch."""
         with self.batch():
-            self._ledger.settle((t.trajectory_id for t, s in settled if s.state == "trained"), step)
+            self._ledger.settle((t.trajectory_id for t, s in settled if s.state == "trained" or s.used), step)
             for trajectory, settlement in settled:
-                if settlement.drop_reason is not None:
+                if settlement.drop_reason is not None and not settlement.used:
                     self._ledger.drop(trajectory.trajectory_id, settlement.drop_reason, step)
         self._step = step
         rows = [row for trajectory, settlement in settled for row in self._rows(trajectory, settlement)]

@@ -57,6 +57,7 @@ class Job:
     min_version: int = 0  # the first token is sampled under this version or a newer one
     window: VersionWindow | None = None
     explore: bool = False  # an exploring sampler (CUTS) treats it
+    heat: float = 0.0  # a temperature of its own to draw tokens at; 0: none
     progress: Progress | None = None  # where an earlier process left it
 
     @property

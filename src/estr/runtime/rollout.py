@@ -192,6 +192,7 @@ class RolloutWorker:
                 limit=self.limits.max_new_tokens,
                 rule=job.window,
                 explore=job.explore,
+                heat=job.heat,
             )
         except (EstrError, ValueError) as error:
             self._fail(episode, str(error), final=True)
@@ -274,10 +275,17 @@ class RolloutWorker:
         """Give the engine the row that an earlier process left, extended; False where there is no room for it."""
         job, row = episode.job, episode.left
         assert row is not None
-        about = {"seed": self._turn_seed(episode), "limit": self.limits.max_new_tokens}
-        history = None if extension.fork else row
         try:
-            self.engine.start(job.key, extension.tokens, **about, rule=job.window, explore=job.explore, history=history)
+            self.engine.start(
+                job.key,
+                extension.tokens,
+                seed=self._turn_seed(episode),
+                limit=self.limits.max_new_tokens,
+                rule=job.window,
+                explore=job.explore,
+                heat=job.heat,
+                history=None if extension.fork else row,
+            )
         except ValueError:
             return False
         episode.left = None

@@ -90,7 +90,7 @@ class Run:
                 break
         self._in_batch = False
         self._end_if_diverged(result)
-        self._left = [group for group in groups if not trained & {t.trajectory_id for t in group.trajectories}]
+        self._left = [group for group in groups if group.forget(trained)]
 
     def _end_if_diverged(self, result: StepResult) -> None:
         if result.divergence is not None:
@@ -116,11 +116,14 @@ class Run:
             trained.add(trajectory.trajectory_id)
             self._count_span(trajectory)
             rows.append((trajectory, self._settlement(result, record)))
+        for trajectory, reason in result.dropped:
+            trained.add(trajectory.trajectory_id)
+            rows.append((trajectory, self._passed_over(result, reason)))
         parts.journal.trained(rows, self._step)
 
     def _settlement(self, result: StepResult, record: TrainedTrajectory) -> Settlement:
         if result.skipped:
-            return Settlement("dropped", drop_reason=f"step {self._step} was skipped: {result.reason}")
+            return Settlement("dropped", drop_reason=self._skipped(result))
         return Settlement(
             "trained",
             trained_step=self._step,
@@ -131,6 +134,14 @@ class Run:
             learner_entropy=record.learner_entropy,
             proximal_logprob=record.proximal_logprob,
         )
+
+    def _passed_over(self, result: StepResult, reason: str) -> Settlement:
+        if result.skipped:
+            return Settlement("dropped", drop_reason=self._skipped(result))
+        return Settlement("dropped", drop_reason=reason, used=True)
+
+    def _skipped(self, result: StepResult) -> str:
+        return f"step {self._step} was skipped: {result.reason}"
 
     def _count_span(self, trajectory: Trajectory) -> None:
         if self._step > _SPAN_AFTER:

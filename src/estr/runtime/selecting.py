@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling where groups come in: one whose rewards do not differ is dropped and replaced by another."""
+"""Selection where groups come in: DAPO drops one whose rewards do not differ, AEPO samples some a second time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,25 @@ import torch
 from estr.config import Config
 from estr.errors import RunError
 from estr.schedule import Group
-from estr.shaping import DynamicSampling, selection
+from estr.shaping import ArbitraryEntropy, DynamicSampling, selection
 
 NO_SPREAD = "no reward spread"
+
+
+def doubled_groups(config: Config) -> int:
+    """How many groups of a rollout batch are sampled a second time."""
+    section = config.objective
+    if section.selection != "aepo":
+        return 0
+    rule = selection(section.selection, **section.selection_options)
+    assert isinstance(rule, ArbitraryEntropy)
+    return rule.extra_prompts(config.learner.prompts_per_step)
+
+
+def group_size(config: Config, number: int) -> int:
+    """Trajectories of group ``number``, second rollouts included."""
+    twice = number % config.learner.prompts_per_step < doubled_groups(config)
+    return config.rollout.group_size * (2 if twice else 1)
 
 
 class SpreadFilter:

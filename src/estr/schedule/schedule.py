@@ -13,7 +13,7 @@ batches 0..j. Admission keeps that true, and taking a batch is allowed only if i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from estr.trajectory import Trajectory, trajectory_id
@@ -27,6 +27,7 @@ class ScheduleRules:
     max_staleness: int = 0  # v_target - v_first, inclusive
     attempts: int = 3
     max_failed_groups: int = 8
+    doubled: int = 0  # so many of every P groups have twice as many trajectories (AEPO's second rollouts)
 
     def __post_init__(self) -> None:
         if self.max_staleness < self.steps_per_batch - 1:
@@ -34,6 +35,10 @@ class ScheduleRules:
                 f"max_staleness {self.max_staleness} cannot hold with {self.steps_per_batch} optimizer steps a rollout "
                 f"batch: the last one is {self.steps_per_batch - 1} versions behind; use at least that"
             )
+
+    def size(self, number: int) -> int:
+        """Trajectories of group ``number``."""
+        return self.group_size * (2 if number % self.prompts_per_step < self.doubled else 1)
 
     @property
     def lag(self) -> int:
@@ -70,6 +75,11 @@ class Group:
     @property
     def complete(self) -> bool:
         return len(self.finished) == self.size
+
+    def forget(self, settled: Container[str]) -> bool:
+        """Leave out trajectories whose ids are in ``settled``; whether any is left."""
+        self.finished = {s: t for s, t in self.finished.items() if t.trajectory_id not in settled}
+        return bool(self.finished)
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -147,7 +157,7 @@ class Schedule:
         return released
 
     def _enter(self, number: int, version: int, attempts: dict[int, int] | None) -> Group:
-        group = Group(number, self.rules.group_size, version, version + self.rules.lag, attempts=dict(attempts or {}))
+        group = Group(number, self.rules.size(number), version, version + self.rules.lag, attempts=dict(attempts or {}))
         self._groups[number] = group
         return group
 

@@ -71,6 +71,9 @@ PerSegment = Sequence[NDArray[np.floating[Any]] | None]
 class Settlement:
     """What became of a trajectory.
 
+    ``used``: a dropped trajectory that was used up together with its trained group (AEPO chose others in its place), so
+    that the ledger counts it with them.
+
     The learner's columns hold one float array [L] per segment, aligned with the segment's tokens and NaN where a token
     is no action: values as the learner saw them when it trained the row.
     """
@@ -86,6 +89,7 @@ class Settlement:
     proximal_logprob: PerSegment | None = None
     entropy_kind: EntropyKind = "exact"
     entropy_upper: PerSegment | None = None  # nats, where the entropy is an interval
+    used: bool = False
 
     def __post_init__(self) -> None:
         if (self.state == "trained") != (self.trained_step is not None):
@@ -157,8 +161,15 @@ def _sampling_columns(rollout: RolloutConfig, sibling: int) -> Row:
         "top_p": rollout.top_p,
         "top_k": rollout.top_k,
         "min_p": rollout.min_p,
-        "sampler": "cuts" if rollout.explores(sibling) else "standard",
+        "sampler": _sampler(rollout, sibling),
     }
+
+
+def _sampler(rollout: RolloutConfig, sibling: int) -> str:
+    """Siblings beyond the group's size are AEPO's second rollouts: tempered, log μ and H those at ``temperature``."""
+    if sibling >= rollout.group_size:
+        return "tempered"
+    return "cuts" if rollout.explores(sibling) else "standard"
 
 
 def _segment_columns(trajectory_id: str, index: int, segment: Segment) -> Row:

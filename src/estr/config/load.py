@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from estr.config.methods import resolve_methods
 from estr.config.objective_section import resolve_objective
 from estr.config.sections import Config, Section
-from estr.config.toml import line_of, parse_set, read_toml
+from estr.config.toml import line_of, parse_set, read_toml, shown
 from estr.errors import UsageError, nearest
 
 _SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
@@ -123,7 +123,7 @@ def _collect(sets: Sequence[str]) -> dict[str, Any]:
         keys, value = parse_set(argument)
         section = _SECTIONS.get(keys[0])
         if section is None:
-            raise UsageError(f"--set {argument}: there is no section {keys[0]!r}{nearest(keys[0], _SECTIONS)}")
+            raise UsageError(f"--set {shown(argument)}: there is no section {keys[0]!r}{nearest(keys[0], _SECTIONS)}")
         known = section.model_fields.get(keys[1])
         if known is not None and known.annotation is str:
             keys, value = parse_set(argument, text_key=True)
@@ -135,7 +135,7 @@ def _place(target: dict[str, Any], keys: tuple[str, ...], value: Any, argument: 
     for key in keys[:-1]:
         target = target.setdefault(key, {})
         if not isinstance(target, dict):
-            raise UsageError(f"--set {argument}: {key} is a value already, not a table")
+            raise UsageError(f"--set {shown(argument)}: {key} is a value already, not a table")
     target[keys[-1]] = value
 
 

@@ -61,8 +61,14 @@ def parse_set(argument: str, text_key: bool = False) -> tuple[tuple[str, ...], A
     left, equals, right = argument.partition("=")
     keys = tuple(part.strip() for part in left.split("."))
     if not equals or len(keys) < 2 or not all(_BARE.fullmatch(key) for key in keys):
-        raise UsageError(f"--set {argument!r} must have the form section.key=value, as in --set run.steps=20")
+        raise UsageError(f"--set {shown(argument)!r} must have the form section.key=value, as in --set run.steps=20")
     return keys, _value(right.strip(), text_key)
+
+
+def shown(argument: str) -> str:
+    """An argument as it is repeated in an error: one line, and not a long one."""
+    line = argument if argument.isprintable() else repr(argument)
+    return line if len(line) <= 80 else line[:77] + "..."
 
 
 def _value(text: str, as_text: bool) -> Any:

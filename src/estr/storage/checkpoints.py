@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from estr.errors import RunError
@@ -43,10 +43,15 @@ class Checkpoint:
 
     def tensors(self) -> dict[str, Tensor]:
         """The trainer's tensors, on the CPU."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        with disk_errors("read", self.path / _TENSORS):
-            return load_file(self.path / _TENSORS)
+        path = self.path / _TENSORS
+        try:
+            with disk_errors("read", path):
+                return load_file(path)
+        except (SafetensorError, ValueError, KeyError) as error:  # a file that was damaged before its digest was taken
+            raise RunError(f"cannot read {path}: {_one_line(error)}") from error
 
 
 class Latest(NamedTuple):
@@ -307,7 +312,11 @@ def _verify(path: Path, *, digests: bool) -> Checkpoint:
         raise _TornError(f"{_MANIFEST} is that of step {manifest['step']}")
     for name, expected in manifest["files"].items():
         _verify_file(path, name, expected, digests)
-    return Checkpoint(path, manifest["step"], manifest["kind"], encoding.restore(manifest["state"]))
+    try:
+        state = encoding.restore(manifest["state"])
+    except (ValueError, RecursionError) as error:
+        raise _TornError(f"{_MANIFEST} holds a state that cannot be read") from error
+    return Checkpoint(path, manifest["step"], manifest["kind"], state)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -316,13 +325,32 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         intact = manifest["digest"] == _digest_of(manifest)
     except OSError as error:
         raise _TornError(f"{_MANIFEST} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _TornError(f"{_MANIFEST} is not a manifest") from error
     if not intact:
         raise _TornError(f"{_MANIFEST} is not as it was written")
     if manifest.get("format") != _FORMAT:
-        raise _TornError(f"its format is {manifest.get('format')!r}, this version reads {_FORMAT}")
-    return manifest
+        raise _TornError(f"its format is {str(manifest.get('format'))[:20]!r}, this version reads {_FORMAT}")
+    if not _is_manifest(manifest):
+        raise _TornError(f"{_MANIFEST} is not a manifest")
+    return dict(manifest)
+
+
+def _is_manifest(manifest: Mapping[str, Any]) -> bool:
+    kinds = {"step": int, "kind": str, "state": dict, "files": dict}
+    fits = all(isinstance(manifest.get(key), kind) for key, kind in kinds.items())
+    return fits and all(_is_entry(name, entry) for name, entry in manifest["files"].items())
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """Whether a file is described, and lies inside the checkpoint."""
+    path = PurePosixPath(name)
+    inside = name.isprintable() and not path.is_absolute() and ".." not in path.parts
+    return inside and isinstance(entry, dict) and entry.keys() >= {"size", "blake2b"}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _verify_file(path: Path, name: str, expected: Mapping[str, Any], digests: bool) -> None:

@@ -37,10 +37,10 @@ def _key(key: Any) -> str:
 
 
 def restore(value: Any) -> Any:
-    """The inverse of ``plain`` (lists stay lists)."""
+    """The inverse of ``plain`` (lists stay lists). Raises ValueError for what ``plain`` does not write."""
     if isinstance(value, dict):
         if set(value) == {_FLOAT}:
-            return float(value[_FLOAT])
+            return float(str(value[_FLOAT]))
         return {key: restore(item) for key, item in value.items()}
     if isinstance(value, list):
         return [restore(item) for item in value]

@@ -429,6 +429,8 @@ class Ledger:
             yield
         except sqlite3.Error as error:
             raise RunError(f"the ledger {os.fspath(self.path)} failed: {_cause(error)}") from error
+        except UnicodeDecodeError as error:
+            raise RunError(f"the ledger {os.fspath(self.path)} failed: {_CAUSES['SQLITE_CORRUPT']}") from error
 
 
 _ISSUED = (

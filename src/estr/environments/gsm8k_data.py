@@ -79,7 +79,9 @@ def read_parquet(path: str | Path) -> list[Row]:
     except ImportError:
         raise MissingExtraError("pyarrow", "train") from None
     try:
-        objects = pyarrow.parquet.read_table(path, columns=["question", "answer"]).to_pylist()
+        table = pyarrow.parquet.read_table(path, columns=["question", "answer"])
+        table.validate(full=True)
+        objects = table.to_pylist()
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {str(path)!r}: {str(error).splitlines()[0]}") from None
     return [_row(path, line, value) for line, value in enumerate(objects, start=1)]

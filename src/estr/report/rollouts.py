@@ -112,7 +112,7 @@ def _row_groups(directory: Path) -> tuple[list[tuple[Path, int, int]], list[Path
     for path in sorted(directory.glob("*.parquet")) if directory.is_dir() else []:
         try:
             metadata = pq.read_metadata(path)
-        except (OSError, pa.ArrowException):
+        except (OSError, pa.ArrowException, ValueError):
             bad.append(path)
             continue
         for index in range(metadata.num_row_groups):
@@ -137,6 +137,7 @@ def _read_part(path: Path, index: int) -> _Part:
     present = set(file.schema_arrow.names)
     wanted = [name for name in (*ROW_COLUMNS, *TOKEN_COLUMNS, "action") if name in present]
     table = file.read_row_group(index, columns=wanted)
+    table.validate(full=True)
     action, lengths = _flat(table["action"])
     action = action.astype(bool)
     row_of_token = np.repeat(np.arange(table.num_rows), lengths)

@@ -164,7 +164,9 @@ def _read(path: Path, columns: Sequence[str] | None) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
             present = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
-            return file.read(columns=present)
+            table = file.read(columns=present)
+        table.validate(full=True)  # a damaged file may hold text that is no UTF-8
+        return table
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as Parquet: {_first_line(error)}") from error
 

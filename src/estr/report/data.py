@@ -227,7 +227,7 @@ def read_json_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 def _json_object(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -9,7 +9,7 @@ ORACLES := .venv-oracles
 STAMP := $(shell date +%Y%m%d-%H%M%S)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-seeds test test-all test-oracles lint install
+.PHONY: demo demo-seeds test test-all test-oracles lint install fuzz
 
 install: $(INSTALLED)
 

@@ -259,6 +259,27 @@ def test_imposed_versions_decide_row_by_row() -> None:
         np.testing.assert_allclose(segment.logprob[segment.action], replay(models, segment), atol=1e-4)
 
 
+def test_recomputed_cache_follows_imposed_versions() -> None:
+    """Each token equals a full forward pass under its own version, also across a tool turn."""
+    engine = make_engine(make_model(0), kv="recompute")
+    for version in range(1, 5):
+        engine.weights.add(version, state(make_model(version)))
+    for i in range(4):
+        engine.start(f"k{i}", [4, 5, 6 + i], seed=i, limit=6, rule=lambda action: min(4, action // 3))
+    for turn in run(engine):
+        engine.extend(turn.key, [30, 31], seed=9, limit=5)
+    run(engine)
+    for i in range(4):
+        segment = engine.release(f"k{i}")
+        versions = segment.version[segment.action]
+        assert versions.tolist() == [min(4, action // 3) for action in range(len(versions))]
+        for version in sorted(set(versions.tolist())):
+            logprob, entropy = direct(make_model(version), segment, 1.0)
+            mine = versions == version
+            np.testing.assert_allclose(segment.logprob[segment.action][mine], logprob[mine], atol=1e-4)
+            np.testing.assert_allclose(segment.entropy[segment.action][mine], entropy[mine], atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_engine_precision_makes_a_real_mismatch(dtype: str) -> None:
     model = make_model()

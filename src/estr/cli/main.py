@@ -54,6 +54,19 @@ def _inspect(arguments: argparse.Namespace) -> None:
     )
 
 
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from estr.cli.calibrate import calibrate_command
+
+    calibrate_command(
+        arguments.source,
+        arguments.set,
+        share=arguments.share,
+        steps=arguments.steps,
+        output=arguments.output,
+        as_json=arguments.json,
+    )
+
+
 def _report(arguments: argparse.Namespace) -> None:
     from estr.cli.reporting import report
 
@@ -84,6 +97,7 @@ COMMANDS: dict[str, Command] = {
     "runs": _runs,
     "eval": _eval,
     "inspect": _inspect,
+    "calibrate": _calibrate,
     "report": _report,
     "recipes": _recipes,
     "tasks": _tasks,
@@ -120,6 +134,7 @@ def build_parser() -> Parser:
     evaluate.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
     _add_inspect(commands)
+    _add_calibrate(commands, sets)
 
     report = commands.add_parser("report", help="the HTML report of one or more runs")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
@@ -152,6 +167,20 @@ def _add_inspect(commands: Any) -> None:
         help="a column's name in the file, for example logprob=rollout_log_probs (repeatable)",
     )
     inspect.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, or a directory with one, to show text")
+
+
+def _add_calibrate(commands: Any, sets: dict[str, Any]) -> None:
+    calibrate = commands.add_parser(
+        "calibrate", help="noise between engine and learner at learning rate 0, and tau and eps from it"
+    )
+    calibrate.add_argument("source", metavar="CONFIG_OR_RUN", help="TOML file, or a run (its last checkpoint is used)")
+    calibrate.add_argument("--set", **sets, help="override a key (repeatable)")
+    calibrate.add_argument(
+        "--share", type=float, default=0.999, help="share of tokens without staleness to keep (default 0.999)"
+    )
+    calibrate.add_argument("--steps", type=_positive, default=8, metavar="N", help="rollout batches (default 8)")
+    calibrate.add_argument("--output", metavar="FILE", help="default: calibration.json here, or in the run")
+    calibrate.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
 def _positive(text: str) -> int:

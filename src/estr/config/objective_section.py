@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from estr.config.calibration import apply_calibration
 from estr.config.methods import resolve_methods
 from estr.config.sections import ObjectiveConfig
 from estr.errors import UsageError, nearest
@@ -54,6 +55,8 @@ def resolve_objective(file: Mapping[str, Any], sets: Mapping[str, Any]) -> tuple
     chosen = _merge_file(recipe, given)
     _check_names(recipe, chosen, known)
     hyperparameters |= chosen
+    by_hand = (_merge_file(recipe, written) if recipe == written_recipe else {}).keys() | chosen.keys()
+    notices += apply_calibration(fixed.get("calibration"), hyperparameters, set(by_hand))
     _check_values(recipe, hyperparameters)
     methods = resolve_methods("objective", written.fixed, given.fixed)
     present = {key: value for key, value in hyperparameters.items() if value is not None}  # TOML has no null

@@ -129,6 +129,7 @@ class ObjectiveConfig(Section):
     shaping_options: dict[str, dict[str, Any]] = Field(default_factory=dict, description="Settings of each by name.")
     selection: str = Field("none", description="Rule that decides which trajectories train: dapo, aepo.")
     selection_options: dict[str, Any] = Field(default_factory=dict, description="That rule's own settings.")
+    calibration: str = Field("", description='File of `estr calibrate` that tau = "calibrated" reads.')
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL divergence to the starting model.")
     kl_estimator: Literal["k1", "k3"] = Field("k3", description="Estimator of that divergence.")
 

@@ -75,6 +75,7 @@ class Learner:
         self.version = 0
         self.skipped = 0
         self.skipped_in_row = 0
+        self._held_back = False
         self.objective, self._estimator = _methods(config, model)
         self.extensions = extensions or Extensions.of(config)
         self.device = next(model.parameters()).device
@@ -219,7 +220,7 @@ class Learner:
         reason: str | None = "none of its action tokens takes part in the loss"
         if minibatch.learning:
             seen = self._gradient(minibatch, before, fresh, derive_seed(self.config.run.seed, "objective", before))
-            applied, reason = self._apply(minibatch, seen)
+            applied, reason = self._apply(minibatch, seen, fresh)
         self.optimizer.zero_grad()
         trained = self._trained(minibatch, seen, fresh)
         return StepResult(
@@ -235,8 +236,9 @@ class Learner:
             read_tokens=sum(len(m.tokens) for m in minibatch.microbatches),
         )
 
-    def _apply(self, minibatch: Minibatch, seen: Seen) -> tuple[dict[str, float], str | None]:
+    def _apply(self, minibatch: Minibatch, seen: Seen, fresh: bool) -> tuple[dict[str, float], str | None]:
         """Update the weights, or say why not; a gradient that is not finite never reaches them."""
+        self._held_back = False
         norm = self.optimizer.gradient_norm()
         metrics = {"grad/norm": norm}
         if not math.isfinite(seen.loss):
@@ -246,11 +248,12 @@ class Learner:
         for controller in self.extensions.controllers:
             metrics |= controller.transform(self.optimizer.gradients)
             if controller.skip:
+                self._held_back = True
                 return metrics, f"the controller {type(controller).__name__} asked for no step"
             norm = self.optimizer.gradient_norm()
         self.optimizer.clip(norm, self.config.learner.max_grad_norm)
         rate = learning_rate(self.version, self.config.run.steps, self.config.learner)
-        rate *= self._rate_scale(minibatch, seen)
+        rate *= self._rate_scale(minibatch, seen, fresh)
         self.optimizer.step(rate)
         if self._average is not None:
             self._average.update()
@@ -259,12 +262,14 @@ class Learner:
         self.version += 1
         return metrics | {"learner/learning_rate": rate}, None
 
-    def _rate_scale(self, minibatch: Minibatch, seen: Seen) -> float:
+    def _rate_scale(self, minibatch: Minibatch, seen: Seen, fresh: bool) -> float:
+        """What controllers multiply the learning rate by; importance weights are q/μ, or π/μ where q is not known."""
         if not self.extensions.controllers:
             return 1.0
+        proximal = seen.logprob if fresh or not self._freezes_proximal else minibatch.proximal_logprob()
         weights = [
             sequence_log_weight(logprob, m.behavior_logprob, m.sequence, len(m.units))
-            for logprob, m in zip(seen.logprob, minibatch.microbatches, strict=True)
+            for logprob, m in zip(proximal, minibatch.microbatches, strict=True)
         ]
         statistics = effective_sample_size(torch.cat(weights))
         return math.prod(c.scale_learning_rate(statistics) for c in self.extensions.controllers)
@@ -273,6 +278,9 @@ class Learner:
         """Keep count of skipped steps; a diagnosis once there are too many in a row."""
         if reason is None:
             self.skipped_in_row = 0
+            return None
+        if self._held_back:  # a controller's choice is no sign of divergence
+            self.skipped += 1
             return None
         self.skipped += 1
         self.skipped_in_row += 1

@@ -54,6 +54,12 @@ class Minibatch:
         columns = self._select(self.rollouts.advantage_columns())
         return [microbatch.gather(columns) for microbatch in self.microbatches]
 
+    def proximal_logprob(self) -> list[Tensor]:
+        """log q of each action token, float32 [N], for each micro-batch."""
+        assert self.rollouts.proximal_logprob is not None
+        columns = self._select(self.rollouts.proximal_logprob)
+        return [microbatch.gather(columns) for microbatch in self.microbatches]
+
     def token_batch(
         self,
         microbatch: MicroBatch,

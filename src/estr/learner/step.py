@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from estr.batch import TokenBatch
 from estr.config.sections import ObjectiveConfig
 from estr.controllers import entropy_term
+from estr.errors import RunError
 from estr.learner.extensions import Extensions, Prepared
 from estr.learner.minibatch import Minibatch
 from estr.learner.packing import MicroBatch
@@ -71,13 +74,22 @@ class Gradient:
             now = passes[0] if len(minibatch.microbatches) == 1 else self._forward(microbatch)
             batch = step.token_batch(i, now, prepared.advantages[i])
             generator = torch.Generator(now.logprob.device).manual_seed(seed)
-            output = self.objective(batch, minibatch.token_count, minibatch.sequence_count, statistics, generator)
+            with self._refusals():
+                output = self.objective(batch, minibatch.token_count, minibatch.sequence_count, statistics, generator)
             loss, terms = self._with_terms(output.loss, batch, prepared, i, minibatch.token_count)
             loss.backward()
             parts.append((output.metrics, batch.tokens))
             seen.add(now.logprob, now.entropy, prepared.advantages[i], float(loss.detach()), terms)
         seen.metrics |= merge_metrics(parts) | {"loss": seen.loss}
         return seen
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """What a recipe refuses to go on with (estr with undecided = "error") ends the run with its sentence."""
+        try:
+            yield
+        except ValueError as error:
+            raise RunError(f"objective.recipe {self.objective.name}: {error}") from error
 
     def _forward(self, microbatch: MicroBatch) -> HeadValues:
         topk = "topk_logprob" in self.objective.uses
@@ -104,7 +116,8 @@ class Gradient:
     def _statistics(self, step: _Step, passes: list[HeadValues], prepared: Prepared) -> Statistics | None:
         if len(passes) < 2 or not self.needs_statistics:
             return None
-        return self.objective.statistics(step.token_batches(passes, prepared.advantages))
+        with self._refusals():
+            return self.objective.statistics(step.token_batches(passes, prepared.advantages))
 
     def _with_terms(
         self, loss: Tensor, batch: TokenBatch, prepared: Prepared, place: int, token_count: int

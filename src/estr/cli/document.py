@@ -33,6 +33,22 @@ The options of a method stand in a table beside the key that chooses it: `[objec
 `[objective.reweighting_options]`, `[objective.regularizer_options]`, `[objective.selection_options]`, and by name in
 `[objective.shaping_options.NAME]` and `[learner.controller_options.NAME]`. `estr recipes NAME` prints any of them.
 
+```toml
+[objective]
+recipe = "tis_sequence"
+advantage = "opob"
+reweighting = "stare"
+shaping = ["overlong"]
+selection = "dapo"
+[objective.shaping_options.overlong]
+max_length = 256
+buffer = 64
+[learner]
+controllers = ["vcpo", "gac"]
+[learner.controller_options.vcpo]
+base_ess_ratio = 0.55
+```
+
 *Place* says what a method attaches (operator), by which ratios (edge; none: it reads no ratio), and over what it
 decides (scope). *Confidence* says what it was written from.
 """

@@ -132,7 +132,10 @@ def test_a_selection_that_keeps_nothing_is_refused():
     [
         (["learner.prompts_per_step=3"], "a share of 0.25 .* of the 3 prompts .* which is none"),
         (["objective.selection_options.prompt_share=0.1"], "which is none"),
-        (["learner.minibatches=8", "schedule.max_staleness=8"], "samples 2 prompts .* again, more than the 1 of its first"),
+        (
+            ["learner.minibatches=8", "schedule.max_staleness=8"],
+            "samples 2 prompts .* again, more than the 1 of",
+        ),
         (["rollout.top_p=0.9"], "whole vocabulary at a temperature of their own"),
         (["rollout.sampler=cuts"], "whole vocabulary at a temperature of their own"),
     ],

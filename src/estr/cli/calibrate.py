@@ -107,7 +107,7 @@ class _Quiet(SilentReporter):
 def _print(found: Calibration, config: Config, path: Path) -> None:
     print(
         f"engine ({config.rollout.dtype}) against learner ({config.model.dtype}), same weights, {found.tokens:,} "
-        f"tokens: mean δ² {number(found.delta_squared)}, as noise of {number(found.logit_noise)} on every logit would give"
+        f"tokens: mean δ² {number(found.delta_squared)}, as noise of {number(found.logit_noise)} on every logit gives"
     )
     print(f"{'H (nats)':>18} {'tokens':>8} {'mean δ²':>11} {'median S':>11} {f'S at {found.share:g}':>11}")
     for one in found.bins:

@@ -275,7 +275,7 @@ class LocalEngine:
         return [groups[version] for version in sorted(groups)]
 
     def _forget_outdated(self) -> None:
-        """With imposed versions and kv = "recompute": rows whose version has changed are read again from their start."""
+        """With imposed versions and kv = "recompute": rows whose version has changed are read again."""
         if self.settings.kv != "recompute":
             return
         for row in list(self._rows.values()):

@@ -1,5 +1,6 @@
 """``estr recipes`` over all families, and the page of methods generated from the same tables."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 from estr.cli import document
 from estr.cli.catalogue import catalogue, find, names
 from estr.config import RolloutConfig
+from estr.config.load import load_config
 from estr.config.methods import families
+from estr.config.validate import validate_config
 from estr.engines.samplers import samplers
 from estr.objectives import recipes
 from loop_helpers import estr
@@ -19,6 +22,14 @@ def test_the_page_is_up_to_date():
     assert METHODS.read_text(encoding="utf-8") == document.render(), (
         "docs/methods.md is out of date; run: python -m estr.cli.document"
     )
+
+
+def test_the_configuration_on_the_page_is_valid_and_silent(tmp_path):
+    (block,) = re.findall(r"```toml\n(.*?)```", METHODS.read_text(encoding="utf-8"), re.DOTALL)
+    path = tmp_path / "page.toml"
+    path.write_text(block)
+    config, notices = load_config(path)
+    assert notices + validate_config(config) == []
 
 
 def test_check_and_write(tmp_path, capsys):

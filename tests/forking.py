@@ -1,7 +1,7 @@
 """Engine processes as copies of the test process, which has everything imported: they start in a fraction of a second.
 
-Only for tests: the product spawns its processes anew, because a copy of a process with threads may hang. The tests that
-are about spawning are in test_runtime_pools.py.
+Only for tests: the product forks them from a helper process without threads (see estr.runtime.handles.preload), which
+takes seconds to start. The tests of that are in test_runtime_pools.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from estr.runtime import pools
+
 
 @contextmanager
 def forked_engines() -> Iterator[None]:
@@ -22,6 +24,7 @@ def forked_engines() -> Iterator[None]:
     torch.set_num_threads(1)
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocessing, "get_context", lambda kind=None: real("fork" if kind == "spawn" else kind))
+        patch.setattr(multiprocessing, "get_context", lambda kind=None: real("fork" if kind == "forkserver" else kind))
+        patch.setattr(pools, "preload", lambda modules: None)
         yield
     gc.unfreeze()

@@ -108,7 +108,7 @@ class Command:
     @property
     def children(self) -> list[int]:
         """Process ids of its engine processes."""
-        return [pid for pid in descendants(self.process.pid) if "spawn_main" in command_line(pid)]
+        return [pid for pid in descendants(self.process.pid) if process_name(pid).startswith("engine-")]
 
 
 @contextmanager
@@ -152,6 +152,13 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def command_line(pid: int) -> str:

@@ -19,6 +19,7 @@ import torch
 from estr.cli.main import main
 from estr.config.load import dump_config
 from estr.learner.learner import Learner
+from estr.runtime import pools
 from loop_helpers import command_line, descendants, small
 from torture import parts
 from torture.points import POINTS, Point, Trap
@@ -199,7 +200,8 @@ class Torturer:
     def _prepare(self, blow: Blow) -> None:
         """In the run process: forked engines, pretended parts, the trap."""
         real = multiprocessing.get_context
-        multiprocessing.get_context = lambda kind=None: real("fork" if kind == "spawn" else kind)  # type: ignore[assignment]
+        multiprocessing.get_context = lambda kind=None: real("fork" if kind == "forkserver" else kind)  # type: ignore[assignment]
+        pools.preload = lambda modules: None
         if self.pretended:
             from estr.runtime import builders, setup
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
+import os
 import queue
 import signal
 import threading
@@ -19,6 +21,14 @@ from estr.runtime.worker import SIGNALS, WorkerSpec, worker_main
 
 STOP_TIMEOUT = 5.0
 _LONGEST_TICK = 1.0  # seconds
+_PRELOADED = (
+    "torch",
+    "transformers",
+    "estr.runtime.worker",
+    "estr.runtime.builders",
+    "estr.models.load",
+    "estr.transport",
+)
 
 
 class WorkerHandle:
@@ -31,11 +41,13 @@ class WorkerHandle:
         self.index, self.spec, self.ready, self.silence = index, spec, False, 0.0
         self.jobs: dict[str, Job] = {}
         self._inbox, self._given_up = inbox, ""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self._connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=worker_main, args=(spec, theirs), name=spec.name)
+        self._process: BaseProcess = context.Process(target=worker_main, args=(spec, theirs), name=spec.name)
+        self._status = threading.Lock()  # only one thread at a time may ask how the process ended
         with _signals_held():
-            self.process.start()
+            self._process.start()
+        self.pid = self._process.pid or 0
         theirs.close()
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._drain, self._feed)]
@@ -54,9 +66,19 @@ class WorkerHandle:
         except (EOFError, OSError):
             self._inbox.put((self, Died(self._given_up or self._ending())))
 
+    @property
+    def alive(self) -> bool:
+        with self._status:
+            return self._process.is_alive()
+
+    def join(self, timeout: float) -> int | None:
+        """Wait for the end of the process; its exit status, None while it runs."""
+        with self._status:
+            self._process.join(timeout)
+            return self._process.exitcode
+
     def _ending(self) -> str:
-        self.process.join(STOP_TIMEOUT)
-        code = self.process.exitcode
+        code = self.join(STOP_TIMEOUT)
         if code is not None and code < 0:
             cause = " (out of memory, or by hand)" if code == -signal.SIGKILL else ""
             return f"{self.spec.name} was killed by {signal.Signals(-code).name}{cause}"
@@ -78,13 +100,17 @@ class WorkerHandle:
     def give_up(self, reason: str) -> None:
         """Kill a process that does not answer; its end then carries this reason."""
         self._given_up = reason
-        self.process.kill()
+        self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def retire(self) -> None:
         """Kill the process if it still runs and let go of everything that belonged to it."""
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join(STOP_TIMEOUT)
+        if self.alive:
+            self._kill()
+        self.join(STOP_TIMEOUT)
         self._outbox.put(None)
         for thread in self._threads:
             thread.join(STOP_TIMEOUT)
@@ -129,6 +155,32 @@ class Watch:
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join(STOP_TIMEOUT)
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Start the helper that engine processes are forked from: it has imported what they need, and has no threads.
+
+    An engine so starts in a fraction of a second, also in the place of one that died. Modules that cannot be imported
+    are left to the engine, which will say so.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOADED, *modules])
+    with _signals_held(), _environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
+        multiprocessing.forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import queue
 import time
 from collections import deque
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from estr.config import Config
 from estr.errors import RunError
-from estr.runtime.handles import STOP_TIMEOUT, Watch, WorkerHandle
+from estr.runtime.handles import STOP_TIMEOUT, Watch, WorkerHandle, preload
 from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Interval, Job, Progress, Ready, Synced
 from estr.runtime.rollout import RolloutWorker
 from estr.runtime.worker import CancelGroup, Stop, WorkerSpec
@@ -116,6 +115,7 @@ class ProcessPool:
         *,
         engines: int,
         threads: int,
+        preloaded: Sequence[str] = (),
     ) -> None:
         remove_leftovers()
         remove_leftovers(spool)
@@ -123,6 +123,7 @@ class ProcessPool:
         self._publisher = WeightPublisher(tensors, shared_directory(size, spool), readers=engines)
         self._config, self._model_path, self._threads = config.model_dump(), str(model_path), threads
         self._inbox: queue.SimpleQueue[tuple[WorkerHandle, Event]] = queue.SimpleQueue()
+        self._preloaded = tuple(preloaded)
         self._spool, self._attempts = spool, config.schedule.attempts
         self._deaths_in_a_row, self._deaths = 0, dict[str, int]()
         self._workers = [self._spawn(index) for index in range(engines)]
@@ -142,10 +143,10 @@ class ProcessPool:
             manifest=self._publisher.manifest,
             reader=index,
             threads=self._threads,
-            parent=os.getpid(),
             calls_path=str(self._spool / f"engine-{index}.calls"),
         )
         try:
+            preload(self._preloaded)
             return WorkerHandle(index, spec, self._inbox)
         except OSError as error:
             raise RunError(f"{spec.name} could not be started: {error.strerror or error}") from error
@@ -173,13 +174,13 @@ class ProcessPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the engines."""
-        return [worker.process.pid or 0 for worker in self._workers]
+        return [worker.pid for worker in self._workers]
 
     def publish(self, version: int, tensors: Mapping[str, Tensor], canary: Canary) -> None:
         self._publisher.publish(version, tensors, canary, gone=self._dead)
 
     def _dead(self) -> list[int]:
-        return [worker.index for worker in self._workers if not worker.process.is_alive()]
+        return [worker.index for worker in self._workers if not worker.alive]
 
     def submit(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -255,7 +256,7 @@ class ProcessPool:
             worker.send(Stop())
         deadline = time.monotonic() + STOP_TIMEOUT
         for worker in self._workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
+            worker.join(max(0.0, deadline - time.monotonic()))
             worker.retire()
             Path(worker.spec.calls_path).unlink(missing_ok=True)
         self._publisher.close()

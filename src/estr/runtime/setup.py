@@ -17,7 +17,7 @@ from estr.errors import UsageError
 from estr.learner.learner import Learner, needs_reference
 from estr.learner.rollouts import minibatch_plan
 from estr.models.builtin import resolve_model
-from estr.models.forward import check_head
+from estr.models.forward import base_model, check_head
 from estr.models.load import LoadedModel, apply_lora, load_model, merged_state
 from estr.runtime.accounting import Accounting
 from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens, think_end
@@ -254,8 +254,10 @@ def _check_first_problems(config: Config, task: Task, loaded: LoadedModel) -> No
 def _make_pool(config: Config, task: Task, loaded: LoadedModel, path: Path, position: Position, spool: Path) -> Pool:
     if config.schedule.mode != "lockstep":
         tensors = merged_state(loaded.model)
-        threads = config.runtime.engine_threads
-        return ProcessPool(config, path, tensors, spool, engines=engine_count(config), threads=threads)
+        threads, modules = config.runtime.engine_threads, [type(base_model(loaded.model)).__module__]
+        return ProcessPool(
+            config, path, tensors, spool, engines=engine_count(config), threads=threads, preloaded=modules
+        )
     engine = load_model(
         path, "bfloat16" if config.rollout.dtype == "bfloat16" else "float32", config.model.trust_remote_code
     )

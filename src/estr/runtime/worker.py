@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import resource
 import signal
+import threading
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from estr.errors import EstrError
 from estr.runtime.calls import SharedCalls
 from estr.runtime.messages import Activity, Alive, Died, Event, Interval, Job, Ready, Synced
 
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent alone decides what they mean, wherever they were sent
 _REPORT_EVERY = 0.2  # seconds between activity reports
 _ALIVE_EVERY = 1.0  # seconds of silence after which a worker says that it lives
@@ -38,7 +41,6 @@ class WorkerSpec:
     manifest: str
     reader: int
     threads: int
-    parent: int
     calls_path: str
 
 
@@ -52,12 +54,23 @@ class Stop:
     pass
 
 
-def end_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies, also by SIGKILL (Linux)."""
+def end_with_learner() -> None:
+    """Make this process end when the learner's ends, also by SIGKILL and whatever this one is doing.
+
+    A thread waits for the learner; the process this one was forked from ends with the learner too, and the kernel then
+    kills this one (Linux).
+    """
+    learner = multiprocessing.parent_process()
+    assert learner is not None
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=lambda: (wait([learner.sentinel]), os._exit(1)), daemon=True).start()
+
+
+def take_name(name: str) -> None:
+    """Let ``ps`` and ``top`` call this process so (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def limit_memory(gibibytes: float) -> None:
@@ -73,7 +86,8 @@ def worker_main(spec: WorkerSpec, connection: Connection) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    end_with_parent(spec.parent)
+    end_with_learner()
+    take_name(spec.name)
     limit_memory(spec.config["runtime"]["engine_memory"])
     try:
         EngineProcess(spec, connection).run()

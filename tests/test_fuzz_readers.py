@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
+import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -59,7 +62,20 @@ def _manifest_with(**changes):
     return _redigested(json.dumps(json.loads(_pristine()["trainer.json"]) | changes).encode())
 
 
+def _ledger_without(key):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "ledger.sqlite")
+        path.write_bytes(READERS["ledger"].seeds[0])
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("DELETE FROM meta WHERE key = ?", (key,))
+            connection.commit()
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return path.read_bytes()
+
+
 KNOWN = [
+    ("ledger", _ledger_without("pruned_through")),
+    ("ledger", _ledger_without("format")),
     ("set arguments", b"\r\nn.steps=20"),
     ("set arguments", b"[" * 3000),
     ("checkpoint manifests", b"7"),

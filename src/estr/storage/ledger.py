@@ -228,7 +228,7 @@ class Ledger:
     @property
     def next_group(self) -> int:
         """The number after the highest that was ever issued."""
-        return int(self._one("SELECT COALESCE(MAX(number) + 1, 0) FROM groups"))
+        return self._one("SELECT COALESCE(MAX(number) + 1, 0) FROM groups")
 
     def in_flight(self) -> list[Issued]:
         """What is issued and neither finished nor dropped, by group and sibling."""
@@ -359,8 +359,12 @@ class Ledger:
         with self._lock, self._errors():
             return self._run(sql, *values).fetchall()
 
-    def _one(self, sql: str, *values: Any) -> Any:
-        return self._query(sql, *values)[0][0]
+    def _one(self, sql: str, *values: Any) -> int:
+        rows = self._query(sql, *values)
+        try:
+            return int(rows[0][0])
+        except (IndexError, TypeError, ValueError) as error:
+            raise RunError(f"the ledger {self.path} failed: {_CAUSES['SQLITE_CORRUPT']}") from error
 
     def _known(self, name: str) -> None:
         if not self._run("SELECT 1 FROM trajectories WHERE id = ?", name).fetchone():
@@ -380,7 +384,7 @@ class Ledger:
             raise RunError(f"group {short[0]} would be trained with {short[2]} of its {short[1]} trajectories")
 
     def _check_reachable(self, step: int) -> None:
-        pruned = int(self._one("SELECT value FROM meta WHERE key = 'pruned_through'"))
+        pruned = self._one("SELECT value FROM meta WHERE key = 'pruned_through'")
         if step < pruned:
             raise RunError(
                 f"the ledger {self.path} cannot go back to step {step}: trajectories settled up to step {pruned} are "

@@ -31,6 +31,7 @@ from estr.runtime.pools import InlinePool, Pool, ProcessPool
 from estr.runtime.position import Position
 from estr.runtime.reporter import Reporter
 from estr.runtime.saving import CheckpointStore
+from estr.runtime.selecting import doubled_groups
 from estr.runtime.trackers import Tracker, make_trackers
 from estr.schedule import Schedule, ScheduleRules
 from estr.storage.checkpoints import Checkpoint, withdraw_checkpoints_after
@@ -179,6 +180,7 @@ def prepared(
             notice=reporter.notice,
             minibatch_of=_minibatches(config).__getitem__,
             check=interrupts.check,
+            extra_temperature=learner.extensions.extra_temperature,
         )
         withdraw_checkpoints_after(directory, position.step)
         redo_from = position.next_group if config.schedule.mode == "lockstep" else None
@@ -279,6 +281,7 @@ def _make_schedule(config: Config, position: Position) -> Schedule:
         max_staleness=config.schedule.max_staleness if config.schedule.mode == "async" else steps - 1,
         attempts=config.schedule.attempts,
         max_failed_groups=config.schedule.max_failed_groups,
+        doubled=doubled_groups(config),
     )
     batches = -(-max(0, config.run.steps - position.step) // steps)
     return Schedule(rules, next_group=position.next_group, total_groups=batches * learner.prompts_per_step)

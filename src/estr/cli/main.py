@@ -67,6 +67,12 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     )
 
 
+def _replay(arguments: argparse.Namespace) -> None:
+    from estr.cli.replaying import replay_command
+
+    replay_command(arguments.directory, arguments.recipe, arguments.set, as_json=arguments.json)
+
+
 def _report(arguments: argparse.Namespace) -> None:
     from estr.cli.reporting import report
 
@@ -98,6 +104,7 @@ COMMANDS: dict[str, Command] = {
     "eval": _eval,
     "inspect": _inspect,
     "calibrate": _calibrate,
+    "replay": _replay,
     "report": _report,
     "recipes": _recipes,
     "tasks": _tasks,
@@ -135,6 +142,7 @@ def build_parser() -> Parser:
 
     _add_inspect(commands)
     _add_calibrate(commands, sets)
+    _add_replay(commands, sets)
 
     report = commands.add_parser("report", help="the HTML report of one or more runs")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
@@ -181,6 +189,14 @@ def _add_calibrate(commands: Any, sets: dict[str, Any]) -> None:
     calibrate.add_argument("--steps", type=_positive, default=8, metavar="N", help="rollout batches (default 8)")
     calibrate.add_argument("--output", metavar="FILE", help="default: calibration.json here, or in the run")
     calibrate.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _add_replay(commands: Any, sets: dict[str, Any]) -> None:
+    replay = commands.add_parser("replay", help="stored optimizer steps of a run under another recipe")
+    replay.add_argument("directory", metavar="RUN", help="run directory")
+    replay.add_argument("--recipe", metavar="X", help="objective to replay (default: the run's own)")
+    replay.add_argument("--set", **sets, help="override a key, for example objective.tau=0.5 (repeatable)")
+    replay.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
 def _positive(text: str) -> int:

@@ -49,3 +49,9 @@ $(ORACLES)/.installed: oracles/requirements.txt oracles/frameworks.txt
 	$(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check -r oracles/requirements.txt
 	$(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r oracles/frameworks.txt
 	touch $@
+
+torture: $(INSTALLED)
+	cd tests && ../$(BIN)/python -m torture --kills 200 --real 30
+
+fuzz: $(INSTALLED)
+	$(BIN)/python -W ignore tests/fuzz.py

@@ -30,8 +30,6 @@ from estr.environments.sandbox import Limits, Sandbox, sandbox_report
 from estr.environments.sandbox_keeper import descendants
 from estr.environments.sandbox_walls import Request
 from estr.errors import UsageError
-from estr.storage.rollout_files import read_rollouts
-from loop_helpers import estr, write_config
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = str(Path(__file__).resolve().parent)
@@ -451,15 +449,3 @@ def test_the_environment_of_the_page_survives_what_a_model_writes(program):
     assert reply.messages[0]["content"] == said
     assert run_step(environment, "nothing").done
     assert environment.reward() == 0.0
-
-
-def test_a_run_trains_with_a_tool_that_runs_what_the_model_says(tmp_path, capsys):
-    config = write_config(tmp_path / "run.toml", task={"name": "sandbox_tasks:Code", "turns": 2}, run={"steps": 2})
-    outcome = estr(capsys, "train", config, "--output", tmp_path / "run")
-    assert outcome.status == 0, outcome.err
-    stored = read_rollouts(tmp_path / "run").to_pylist()
-    assert len(stored) == 2 * 2 * 2
-    assert {row["state"] for row in stored} == {"trained"}
-    said = "".join(row["text"] for row in stored)
-    assert "error" in said or "ok" in said
-    assert "broken" not in said

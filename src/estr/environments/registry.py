@@ -89,6 +89,7 @@ def _own_class(name: str) -> Any:
         raise UsageError(f"no task {name!r}{nearest(name, _BUILT_IN)}; a task of your own is named module:Class")
     if "" not in sys.path and "." not in sys.path:
         sys.path.append(".")
+    importlib.invalidate_caches()  # a module written a moment ago is found
     try:
         module = importlib.import_module(module_name)
     except Exception as error:

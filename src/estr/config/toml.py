@@ -11,7 +11,7 @@ from typing import Any
 from estr.errors import UsageError
 
 _HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_BARE = re.compile(r"[A-Za-z0-9_-]{1,80}")
 
 
 def read_toml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:

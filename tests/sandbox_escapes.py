@@ -22,29 +22,30 @@ from estr.environments.sandbox import Limits, Sandbox, sandbox_report
 
 SECRET = "correct-horse-battery-staple"
 MARK = f"estr-escape-{os.getpid()}"
-LIMITS = Limits(seconds=20, cpu_seconds=5, memory_mb=256, disk_mb=4, processes=8, open_files=32)
+LIMITS = Limits(seconds=120, cpu_seconds=5, memory_mb=256, disk_mb=4, processes=8, open_files=32)
 SHORT = Limits(seconds=1, cpu_seconds=5, memory_mb=256, processes=8)
-BUSY = Limits(seconds=30, cpu_seconds=1, memory_mb=256)
+BUSY = Limits(seconds=300, cpu_seconds=1, memory_mb=256)
 
 # Each gets what it needs as its arguments: HOST_PID, VICTIM_PID, OUTSIDE (a directory anyone can write), PORT, SOCKET.
 HEAD = "import os, sys, time, socket\nhost, victim, outside, port, path = sys.argv[1:6]\n"
 
 PROGRAMS = {
     "fork_bomb": """
+first = os.getpid()
 for _ in range(7):  # 128 processes where nothing stops it
     try:
         os.fork()
     except OSError:
         pass
 os.write(1, b"x")
-time.sleep(0.3)
+time.sleep(1 if os.getpid() == first else 100)
 """,
     "thread_bomb": """
 import threading
 started = 0
 try:
     for _ in range(200):
-        threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start()
+        threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
         started += 1
 except RuntimeError:
     pass
@@ -55,9 +56,9 @@ print(started)
 for _ in range(4):
     if os.fork() == 0:
         kept = b"x" * (100 << 20)
-        time.sleep(5)
+        time.sleep(100)
         os._exit(0)
-time.sleep(5)
+time.sleep(100)
 """,
     "print": "for _ in range(10_000): sys.stdout.write('x' * 1_000_000)",
     "print_errors": "for _ in range(10_000): sys.stderr.write('x' * 1_000_000)",
@@ -146,7 +147,7 @@ print(done)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        time.sleep(30)  # holds standard output open as well
+        time.sleep(1000)  # holds standard output open as well
         os._exit(0)
     os._exit(0)
 """,

@@ -29,7 +29,7 @@ from estr.errors import RunError, UsageError, nearest
 __all__ = ["Limits", "Result", "Sandbox", "Wall", "sandbox_report"]
 
 Status = Literal["ok", "error", "time", "memory", "output", "disk", "broken"]
-_GRACE = 45.0  # seconds beyond the time limit in which the helper must have answered
+_GRACE = 120.0  # seconds beyond the time limit in which the helper must have answered
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from estr.environments.sandbox_helper import main; main(int(sys.argv[2]))"

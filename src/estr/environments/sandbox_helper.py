@@ -26,7 +26,7 @@ from estr.environments.sandbox_keeper import Keeper, Outcome
 from estr.environments.sandbox_walls import STEPS, Limits, Request, Walls
 
 _LARGEST_REQUEST = 1 << 26  # bytes
-_PATIENCE = 10.0  # seconds to wait for a request that has begun
+_PATIENCE = 60.0  # seconds for what takes milliseconds on a machine that is not busy
 
 
 def main(descriptor: int) -> None:
@@ -51,31 +51,38 @@ def main(descriptor: int) -> None:
 
 
 def find_walls() -> Walls:
-    """Try a run, and again without the step that failed, until one works."""
+    """Try a run, and again without the step that failed, until one works.
+
+    A trial that only took too long says nothing about the system, so it takes no wall away.
+    """
     walls = Walls()
-    request = Request([sys.executable, "-I", "-S", "-c", ""])
+    request = Request([sys.executable, "-I", "-S", "-c", ""], limits=Limits(seconds=_PATIENCE, cpu_seconds=10))
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         for _ in range(2 * len(STEPS)):
             outcome = _tried(request, walls)
             if outcome.status == "ok":
                 break
-            culprit = outcome.step if outcome.step in STEPS else next((s for s in _SUSPECTS if s in walls), None)
-            if culprit is None:
-                break
-            walls.remove(culprit, outcome.reason)
+            culprit = _culprit(outcome, walls)
+            if culprit is not None:
+                walls.remove(culprit, outcome.reason)
     finally:
         signal.signal(signal.SIGCHLD, before)
     return walls
+
+
+def _culprit(outcome: Outcome, walls: Walls) -> str | None:
+    """The step that failed; where Python itself did not start behind the walls, the next that may be the cause."""
+    if outcome.step in STEPS:
+        return outcome.step
+    suspects = ("uid", "landlock", "seccomp", "files", "namespaces") if outcome.status == "error" else ()
+    return next((suspect for suspect in suspects if suspect in walls), None)
 
 
 def facts(walls: Walls) -> dict[str, object]:
     """What `estr.environments.sandbox.sandbox_report` tells about."""
     version = kernel.landlock_version() if "landlock" in walls else 0
     return {"missing": walls.missing, "landlock": version, "root": os.geteuid() == 0}
-
-
-_SUSPECTS = ("uid", "landlock", "seccomp", "files", "namespaces")  # where Python itself did not start behind them
 
 
 def _tried(request: Request, walls: Walls) -> Outcome:

@@ -22,7 +22,7 @@ from estr.environments.sandbox_inside import Inside
 from estr.environments.sandbox_walls import Request, Walls
 
 _LOOK_EVERY = 0.05  # seconds between looks at memory
-_SETUP = 30.0  # seconds for putting up the walls
+_SETUP = 60.0  # seconds for putting up the walls, which takes milliseconds
 _LAST_WORDS = 5.0  # seconds for the end of everything that was started
 _MIB = 1 << 20
 
@@ -243,24 +243,35 @@ def _signal_name(number: int) -> str:
 # ---------------------------------------------------------------------- its processes
 
 
-def descendants(process: int) -> Iterator[int]:
-    """Every process that ``process`` started and that they started, as far as /proc tells."""
+def children(process: int) -> list[int]:
+    """The processes that ``process`` started or adopted and has not yet waited for, as far as /proc tells."""
+    found: list[int] = []
     tasks = f"/proc/{process}/task"
     with suppress(OSError):
         for task in os.listdir(tasks):
             with suppress(OSError), open(f"{tasks}/{task}/children", encoding="ascii") as file:
-                for child in map(int, file.read().split()):
-                    yield child
-                    yield from descendants(child)
+                found += map(int, file.read().split())
+    return found
+
+
+def descendants(process: int) -> Iterator[int]:
+    """Children of ``process``, their children, and so on."""
+    for child in children(process):
+        yield child
+        yield from descendants(child)
 
 
 def end_descendants(group: int) -> None:
-    """Kill everything below this process, and the process group ``group``, until nothing is left."""
+    """Kill everything below this process, beginning with the process group ``group``, until nothing is left.
+
+    Only its own children are killed, whose numbers nobody else can have before it has waited for them; what they leave
+    behind is adopted by it and is next.
+    """
     deadline = time.monotonic() + _LAST_WORDS
+    with suppress(OSError):
+        os.killpg(group, signal.SIGKILL)
     while time.monotonic() < deadline:
-        with suppress(OSError):
-            os.killpg(group, signal.SIGKILL)
-        for process in descendants(os.getpid()):
+        for process in children(os.getpid()):
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
         try:

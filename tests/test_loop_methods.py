@@ -143,8 +143,11 @@ def test_every_method_runs_in_the_loop_and_has_an_effect(name: str) -> None:
 
 VISIBLE = {  # what makes a method act on a good model whose ratios are close to 1
     "recipe: estr": ("objective.tau=0.01",),
+    "recipe: verl/bypass_ppo_clip": ("objective.dual_clip=1.02",),
+    "recipe: verl/bypass_ppo_clip_geo_rs": ("objective.rollout_rs_threshold=0.97_1.03",),
+    "recipe: verl/bypass_ppo_clip_k3_rs": ("objective.rollout_rs_threshold=0.0005",),
     "regularizer: aer": ("objective.regularizer_options.correct_above=0.9",),
-    "shaping: overlong": ("objective.shaping_options.overlong.max_length=30",),
+    "shaping: overlong": ("objective.shaping_options.overlong.max_length=14",),
 }
 
 

@@ -41,7 +41,7 @@ test-all: lint
 
 # Losses of other frameworks against ours, in an environment of their own.
 test-oracles: $(ORACLES)/.installed
-	PYTHONPATH=src $(ORACLES)/bin/python -m pytest oracles
+	PYTHONPATH=src $(ORACLES)/bin/python -m pytest -c oracles/pytest.ini oracles
 
 $(ORACLES)/.installed: oracles/requirements.txt oracles/frameworks.txt
 	$(PYTHON) -m venv $(ORACLES)

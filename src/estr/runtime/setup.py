@@ -160,7 +160,6 @@ def prepared(
         rollouts, log = RolloutWriter(directory, background=True), EvaluationLog(directory)
         for writer in (metrics, timeline, rollouts, log):
             stack.callback(writer.close)
-            writer.withdraw_after(position.step)
         accounting = Accounting(timeline, engine_count(config), offset=position.elapsed)
         reporter.phase("starting the engines")
         pool = _make_pool(config, task, loaded, path, position, directory.spool)
@@ -182,10 +181,14 @@ def prepared(
             check=interrupts.check,
             extra_temperature=learner.extensions.extra_temperature,
         )
-        withdraw_checkpoints_after(directory, position.step)
         redo_from = position.next_group if config.schedule.mode == "lockstep" else None
         schedule.next_group = max(ledger.next_group, position.next_group) if redo_from is None else redo_from
-        collector.take_up(journal.rewind(position.step, position.ledger, redo_from=redo_from), learner.version)
+        backlog = journal.rewind(position.step, position.ledger, redo_from=redo_from)
+        # Only now: the ledger may refuse to go back, and then nothing may be gone.
+        for writer in (metrics, timeline, rollouts, log):
+            writer.withdraw_after(position.step)
+        withdraw_checkpoints_after(directory, position.step)
+        collector.take_up(backlog, learner.version)
         yield Parts(
             config=config,
             directory=directory,

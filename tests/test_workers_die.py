@@ -22,7 +22,7 @@ from estr.runtime.calls import Calls, SharedCalls, read_calls
 from estr.runtime.messages import Died, Event, Failed, Finished, Job
 from estr.runtime.pools import ProcessPool
 from forking import forked_engines
-from loop_helpers import alive, small, wait_for
+from loop_helpers import alive, descendants, small, started, wait_for, write_config
 
 
 class Bench:
@@ -214,3 +214,16 @@ def test_calls_are_counted_and_legible_from_outside(tmp_path: Path) -> None:
     (tmp_path / "calls").write_bytes(b'["torn')
     assert read_calls(tmp_path / "calls") == set()
     assert Calls().running == []
+
+
+def test_no_process_outlives_a_killed_learner_not_even_a_stopped_engine(tmp_path: Path) -> None:
+    settings = {"run": {"steps": 10_000}, "schedule": {"mode": "async"}, "runtime": {"engines": 2}}
+    config, run = write_config(tmp_path / "run.toml", **settings), tmp_path / "run"
+    with started(tmp_path, "train", config, "--output", run) as command:
+        wait_for(lambda: command.process.poll() is not None or (run / "metrics.jsonl").exists(), "the run to start")
+        wait_for(lambda: len(command.children) == 2, "two engines")
+        family = descendants(command.process.pid)
+        os.kill(command.children[0], signal.SIGSTOP)
+        command.send(signal.SIGKILL)
+        command.finish()
+        wait_for(lambda: not any(alive(pid) for pid in family), "every process to end")

@@ -22,6 +22,7 @@ from estr.runtime.worker import SIGNALS, WorkerSpec, worker_main
 STOP_TIMEOUT = 5.0
 _LONGEST_TICK = 1.0  # seconds
 _PRELOADED = (
+    "estr.runtime.helper",
     "torch",
     "transformers",
     "estr.runtime.worker",

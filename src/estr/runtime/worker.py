@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
-import resource
 import signal
 import threading
 import time
@@ -20,9 +18,9 @@ import numpy as np
 from estr.config import Config
 from estr.errors import EstrError
 from estr.runtime.calls import SharedCalls
+from estr.runtime.kernel import end_with_parent, limit_memory, take_name
 from estr.runtime.messages import Activity, Alive, Died, Event, Interval, Job, Ready, Synced
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent alone decides what they mean, wherever they were sent
 _REPORT_EVERY = 0.2  # seconds between activity reports
 _ALIVE_EVERY = 1.0  # seconds of silence after which a worker says that it lives
@@ -55,30 +53,15 @@ class Stop:
 
 
 def end_with_learner() -> None:
-    """Make this process end when the learner's ends, also by SIGKILL and whatever this one is doing.
+    """Make this process end when the learner's ends, whatever this one is doing.
 
     A thread waits for the learner; the process this one was forked from ends with the learner too, and the kernel then
-    kills this one (Linux).
+    kills this one.
     """
     learner = multiprocessing.parent_process()
     assert learner is not None
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     threading.Thread(target=lambda: (wait([learner.sentinel]), os._exit(1)), daemon=True).start()
-
-
-def take_name(name: str) -> None:
-    """Let ``ps`` and ``top`` call this process so (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
-
-
-def limit_memory(gibibytes: float) -> None:
-    """Refuse this process more private data than that; 0: no limit."""
-    if gibibytes:
-        size = int(gibibytes * 2**30)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
 def worker_main(spec: WorkerSpec, connection: Connection) -> None:

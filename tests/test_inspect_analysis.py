@@ -38,8 +38,10 @@ def dump_of(rows: list[int], **columns) -> Dump:
         trajectory=np.arange(r),
         group=np.full(r, -1),
         **dict.fromkeys(
-            ("reward", "row_advantage", "target_version", "trained_step", "temperature", "top_p", "top_k"), per_row
+            ("reward", "row_advantage", "target_version", "trained_step", "temperature", "top_p", "top_k", "min_p"),
+            per_row,
         ),
+        standard=np.ones(r, bool),
         entropy_kind="exact",
         name=np.array([f"row {i}" for i in range(r)], object),
         text=np.array([""] * r, object),

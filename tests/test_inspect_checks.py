@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from estr.inspect.checks import CANNOT_TELL, CHECKS, run_checks
@@ -182,6 +184,19 @@ def test_nothing_is_named_on_clean_dumps(shape, tmp_path):
 
 def test_a_clean_dump_with_all_columns_has_no_finding_at_all(tmp_path):
     assert codes(write_ours(simulate(World()), tmp_path / "dump.parquet"), untold=True) == []
+
+
+def test_rows_of_exploring_samplers_are_not_blamed(tmp_path):
+    faulty, clean = (
+        write_ours(planted("A20-draft"), tmp_path / "a.parquet"),
+        write_ours(simulate(World(seed=1)), tmp_path / "b.parquet"),
+    )
+    tables = []
+    for path, sampler in ((faulty, "tempered"), (clean, "standard")):
+        table = pq.read_table(path)
+        tables.append(table.append_column("sampler", pa.array([sampler] * table.num_rows)))
+    pq.write_table(pa.concat_tables(tables), tmp_path / "dump.parquet")
+    assert codes(tmp_path / "dump.parquet") == []
 
 
 def test_what_cannot_be_checked_is_told_with_the_missing_columns(tmp_path):

@@ -279,3 +279,22 @@ def test_what_is_not_there_and_what_is_not_known(tmp_path):
         parse_mapping(["logprobb=x"])
     with pytest.raises(UsageError, match="ours=theirs"):
         parse_mapping(["logprob"])
+
+
+def test_a_part_of_the_rows_is_a_dump_of_its_own(rollouts, tmp_path):
+    dump = read_dump(write_ours(rollouts, tmp_path / "dump.parquet"))
+    chosen = np.arange(dump.rows) % 3 == 1
+    part = dump.select(chosen)
+    assert part.rows == part.trajectories == chosen.sum()
+    kept = chosen[dump.row]
+    np.testing.assert_array_equal(part.logprob, dump.logprob[kept])
+    np.testing.assert_array_equal(part.name[part.row], dump.name[dump.row[kept]])
+    np.testing.assert_array_equal(
+        part.stream.ids[part.stream.offsets[part.row] + part.position],
+        dump.stream.ids[dump.stream.offsets[dump.row[kept]] + dump.position[kept]],
+    )
+
+
+def test_rows_of_exploring_samplers_are_marked(tmp_path):
+    records = [{"logprob": [-1.0], "sampler": sampler} for sampler in ("standard", "cuts", "tempered", None)]
+    np.testing.assert_array_equal(read_dump(lines(tmp_path, *records)).standard, [True, False, False, True])

@@ -43,7 +43,7 @@ def _cannot(config: Config, dump: Dump) -> str:
         return "no token ids are stored"
     if config.model.lora_rank > 0:
         return "a checkpoint holds merged weights, not the adapter that was trained"
-    if ((dump.top_p < 1) | (dump.top_k > 0)).any() or config.rollout.min_p > 0:
+    if dump.truncated.any():
         return "the tokens were drawn from a part of the vocabulary"
     return ""
 

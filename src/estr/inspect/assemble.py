@@ -24,6 +24,7 @@ _NUMBERS = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
 )
 _KINDS = ("exact", "bounded", "proxy")
 
@@ -63,6 +64,8 @@ def assemble(table: Table, source: str, preset: str) -> Dump:
         temperature=scalar["temperature"],
         top_p=scalar["top_p"],
         top_k=scalar["top_k"],
+        min_p=scalar["min_p"],
+        standard=_standard(table),
         entropy_kind=_entropy_kind(table, columns["entropy"], columns["entropy_upper"], columns["learner_entropy"]),
         name=_texts(table, "trajectory_id", numbered=True),
         text=_texts(table, "text"),
@@ -297,6 +300,12 @@ def _entropy_kind(table: Table, entropy: Floats, upper: Floats, learner: Floats)
     if not kinds:
         return "bounded" if np.isfinite(upper).any() else "exact"
     return kinds.pop() if len(kinds) == 1 else "mixed"
+
+
+def _standard(table: Table) -> NDArray[np.bool_]:
+    """Rows whose tokens were drawn from the distribution that log μ and H belong to [R]."""
+    samplers = table.scalars.get("sampler") or [None] * table.rows
+    return np.array([sampler in (None, "standard") for sampler in samplers], bool)
 
 
 def _texts(table: Table, name: str, *, numbered: bool = False) -> NDArray[Any]:

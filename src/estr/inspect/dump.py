@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,32 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+TOKEN_COLUMNS = (
+    "position",
+    "logprob",
+    "learner_logprob",
+    "proximal_logprob",
+    "entropy",
+    "entropy_upper",
+    "learner_entropy",
+    "version",
+    "advantage",
+)
+ROW_COLUMNS = (
+    "group",
+    "reward",
+    "row_advantage",
+    "target_version",
+    "trained_step",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "standard",
+    "name",
+    "text",
+)
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -19,6 +45,13 @@ class Stream:
 
     ids: Ints  # [M]
     offsets: Ints  # [R + 1]
+
+    def select(self, rows: Ints) -> Stream:
+        """The rows with these indices."""
+        lengths = np.diff(self.offsets)[rows]
+        begin = np.repeat(self.offsets[rows] - (np.cumsum(lengths) - lengths), lengths)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        return Stream(self.ids[np.arange(int(lengths.sum())) + begin], offsets)
 
 
 @dataclass(frozen=True)
@@ -51,6 +84,8 @@ class Dump:
     temperature: Floats  # [R]
     top_p: Floats  # [R]
     top_k: Floats  # [R]
+    min_p: Floats  # [R]
+    standard: NDArray[np.bool_]  # [R], tokens were drawn from the distribution that log μ and H belong to
     entropy_kind: str  # "exact" | "bounded" | "proxy" | "mixed" | "absent"
     name: NDArray[Any]  # [R], strings
     text: NDArray[Any]  # [R], strings
@@ -69,6 +104,28 @@ class Dump:
     @property
     def trajectories(self) -> int:
         return int(self.trajectory.max()) + 1 if self.rows else 0
+
+    @property
+    def truncated(self) -> NDArray[np.bool_]:
+        """Rows sampled from less than the whole vocabulary [R]."""
+        return (self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)
+
+    def select(self, chosen: NDArray[np.bool_]) -> Dump:
+        """The dump of the chosen rows [R] alone."""
+        index = np.flatnonzero(chosen)
+        number = np.cumsum(chosen) - 1
+        kept = chosen[self.row]
+        per_token = {name: getattr(self, name)[kept] for name in TOKEN_COLUMNS}
+        per_row = {name: getattr(self, name)[index] for name in ROW_COLUMNS}
+        _, trajectory = np.unique(self.trajectory[index], return_inverse=True)
+        return replace(
+            self,
+            row=number[self.row[kept]],
+            trajectory=trajectory.astype(np.int64),
+            stream=None if self.stream is None else self.stream.select(index),
+            **per_token,
+            **per_row,
+        )
 
     def has(self, column: str) -> bool:
         """Whether a column holds at least one known value."""

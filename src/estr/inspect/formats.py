@@ -45,6 +45,8 @@ ROW_FIELDS: dict[str, str] = {
     "temperature": "sampling temperature",
     "top_p": "nucleus sampling",
     "top_k": "top-k sampling, 0 for none",
+    "min_p": "min-p sampling, 0 for none",
+    "sampler": "how tokens were drawn; only rows that say standard, or nothing, are checked for faults",
     "entropy_kind": "exact, bounded or proxy",
 }
 FIELDS = TOKEN_FIELDS | ROW_FIELDS

@@ -23,6 +23,7 @@ NUMERIC = {
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
     "version_first",
     "version_last",
 }

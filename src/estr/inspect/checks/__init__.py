@@ -65,8 +65,11 @@ def run_checks(dump: Dump) -> list[Finding]:
     """All findings: faults first, then one ``cannot-tell`` for each fault of which no check had the columns it needs.
 
     Empty where nothing is wrong and everything could be checked. A check that has its columns but too few tokens, or
-    whose fault cannot occur (no temperature other than 1, no truncated sampling), is silent.
+    whose fault cannot occur (no temperature other than 1, no truncated sampling), is silent. Rows that an exploring
+    sampler drew from another distribution than the one log μ belongs to are left out.
     """
+    if not dump.standard.all():
+        dump = dump.select(dump.standard)
     faults: list[Finding] = []
     untold: dict[str, Finding] = {}
     told: set[str] = set()

@@ -159,8 +159,7 @@ def entropy_before_temperature(dump: Dump) -> Finding | None:
 
 def entropy_over_vocabulary(dump: Dump) -> Finding | None:
     """A3, its other half. Log-probabilities over the kept tokens, H over the vocabulary: H above the mean surprisal."""
-    truncated = (dump.top_p < 1) | (dump.top_k > 0)
-    chosen = truncated[dump.row] if dump.rows else np.zeros(0, bool)
+    chosen = dump.truncated[dump.row]
     for column in columns(dump):
         bias = Bias.of(column, chosen)
         if bias is None or not bias.off(-1, column.tolerance):

@@ -137,7 +137,7 @@ def already_seen(dump: Dump) -> Mask:
 
 def _truncated(dump: Dump) -> Mask:
     """Tokens sampled from less than the vocabulary, where one token may be certain whatever the entropy [N]."""
-    return np.asarray(((dump.top_p < 1) | (dump.top_k > 0))[dump.row], bool)
+    return np.asarray(dump.truncated[dump.row], bool)
 
 
 def _token_ids(dump: Dump) -> np.ndarray:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "estr"
-BOTTOM = {"errors", "registry", "state", "trajectory", "batch"}
+BOTTOM = {"errors", "registry", "state", "trajectory", "batch", "own_code"}
 MATHS = {"objectives", "advantages", "controllers", "shaping", "diagnostics"}
 ALLOWED = {
     **dict.fromkeys(BOTTOM, BOTTOM),
@@ -30,6 +30,7 @@ ALLOWED = {
     | {"config", "environments", "models", "engines", "schedule", "learner", "transport", "storage"},
 }
 ALLOWED["inspect"] = BOTTOM | MATHS | {"storage", "report"}
+ALLOWED["compare"] = BOTTOM | MATHS | {"config", "storage", "runtime", "inspect", "report"}
 TOP = {"report", "cli", "__init__", "__main__"}
 
 

@@ -121,3 +121,43 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
         (tmp_path / "run" / "rollbacks.json").write_text(text)
         with pytest.raises(RunError, match=r"rollbacks.json cannot be read"):
             _ = bench.rollbacks
+
+
+def test_steps_that_are_skipped_cost_no_good_checkpoint(tmp_path: Path, capsys: Any) -> None:
+    """The weights go bad after a good while. With a checkpoint due at every step, the last good one stays, and the run
+    goes back to it, not to the start, and not nowhere."""
+    from estr.runtime.run import Parts
+    from loop_helpers import train
+
+    def spoil(parts: Parts) -> None:
+        norm = parts.learner.optimizer.gradient_norm
+
+        def later() -> float:
+            return float("nan") if parts.learner.version >= 4 else norm()
+
+        parts.learner.optimizer.gradient_norm = later  # type: ignore[method-assign]
+
+    learner = SMALL["learner"] | {"max_skipped_steps": 4, "on_divergence": "rollback"}
+    config = small(run={"steps": 20, "checkpoint_every": 1, "keep_checkpoints": 2}, learner=learner)
+    run = tmp_path / "run"
+    with pytest.raises(Divergence) as raised:
+        train(config, run, hook=spoil)
+    assert checkpoint_steps(RunDirectory(run)) == [3, 4]
+    good = Rollbacks(RunDirectory(run), config).go_back(raised.value)
+    assert good is not None
+    assert good.step == 4
+
+
+def test_the_newest_good_checkpoint_outlives_newer_ones_from_amid_the_trouble(tmp_path: Path) -> None:
+    from estr.runtime.divergence import is_good
+    from estr.storage.checkpoints import newest_step, retain_checkpoints
+
+    bench = Bench(tmp_path / "run")
+    for step in (1, 2):
+        bench.checkpoint(step)
+    for step in (3, 4, 5):
+        bench.checkpoint(step, kind="interrupted", skipped=1)
+    good = newest_step(bench.run, is_good)
+    assert good == 2
+    assert retain_checkpoints(bench.run, 2, (good,)) == [4, 5]
+    assert checkpoint_steps(bench.run) == [2, 4, 5]

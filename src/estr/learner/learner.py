@@ -23,7 +23,7 @@ from estr.learner.optimizer import Optimizer
 from estr.learner.packing import Columns, pack, unpack
 from estr.learner.reference import Reference
 from estr.learner.replacing import put_in_place
-from estr.learner.results import StepResult, TrainedTrajectory, aligned
+from estr.learner.results import BrokenWeights, StepResult, TrainedTrajectory, aligned
 from estr.learner.rollouts import Rollouts, minibatch_plan
 from estr.learner.schedules import learning_rate
 from estr.learner.scoring import score, score_microbatches, score_norms
@@ -91,7 +91,10 @@ class Learner:
         )
 
     def train(self, groups: Sequence[Sequence[Trajectory]]) -> Iterator[StepResult]:
-        """One rollout batch: yields after each optimizer step, before the next one begins."""
+        """One rollout batch: yields after each optimizer step, before the next one begins.
+
+        Raises BrokenWeights where a step has left weights that are not finite.
+        """
         learner = self.config.learner
         rollouts, dropped = self._prepared(groups)
         seed = derive_seed(self.config.run.seed, "minibatches", self.version)
@@ -255,6 +258,11 @@ class Learner:
         rate = learning_rate(self.version, self.config.run.steps, self.config.learner)
         rate *= self._rate_scale(minibatch, seen, fresh)
         self.optimizer.step(rate)
+        if not self.optimizer.finite:
+            raise BrokenWeights(
+                f"the optimizer step at version {self.version} left weights that are not finite (loss {seen.loss:.3g}, "
+                f"gradient norm {norm:.3g}, learning rate {rate:.3g})"
+            )
         if self._average is not None:
             self._average.update()
         if self.extensions.replacing is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -43,6 +44,11 @@ class Optimizer:
     def gradient_norm(self) -> float:
         """Euclidean norm over all gradients; not finite where one of them is not."""
         return float(torch.nn.utils.get_total_norm(self.gradients))
+
+    @property
+    def finite(self) -> bool:
+        """Whether every trainable weight is a finite number."""
+        return math.isfinite(float(torch.nn.utils.get_total_norm(self.parameters.values(), math.inf)))
 
     def clip(self, norm: float, max_norm: float) -> None:
         """Scale gradients of global norm ``norm`` down to ``max_norm``; 0 never scales."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from estr.errors import RunError
 from estr.trajectory import Segment, Trajectory
 
 PerSegment = list[NDArray[np.float32]]
@@ -23,6 +24,10 @@ class TrainedTrajectory:
     learner_logprob: PerSegment | None = None
     learner_entropy: PerSegment | None = None  # nats
     proximal_logprob: PerSegment | None = None
+
+
+class BrokenWeights(RunError):  # noqa: N818
+    """The weights after an optimizer step are no policy any more; nothing of it may be published or stored."""
 
 
 @dataclass

@@ -61,7 +61,7 @@ class Rollbacks:
         """
         if not self.left:
             raise diagnosis
-        good = latest_checkpoint(self._directory, _is_good).checkpoint
+        good = latest_checkpoint(self._directory, is_good).checkpoint
         if good is None and checkpoint_steps(self._directory):
             raise RunError(f"{diagnosis}; no checkpoint from before that is left to go back to") from diagnosis
         record = {
@@ -91,5 +91,6 @@ class Rollbacks:
         self._records = records
 
 
-def _is_good(checkpoint: Checkpoint) -> bool:
+def is_good(checkpoint: Checkpoint) -> bool:
+    """Whether a rollback may go back to it: it was not written amid skipped steps."""
     return checkpoint.kind != DIVERGED and not checkpoint.state["learner"]["skipped_in_row"]

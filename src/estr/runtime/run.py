@@ -12,8 +12,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from estr.errors import EstrError
-from estr.learner.results import StepResult, TrainedTrajectory
+from estr.learner.results import BrokenWeights, StepResult, TrainedTrajectory
 from estr.runtime.divergence import DIVERGED, Divergence
 from estr.runtime.interrupts import Interrupted, Interrupts
 from estr.runtime.reporter import Summary
@@ -34,7 +36,7 @@ class Run:
         self._step = parts.position.step
         self._evaluated = parts.position.evaluations
         self._spanning = self._counted = 0
-        self._in_batch = False
+        self._in_batch = self._owed = False
         self._left: list[Group] = []  # taken from the schedule, and the run ended before their minibatch
 
     # ------------------------------------------------------------------ the loop
@@ -44,7 +46,8 @@ class Run:
 
         Raises:
             Interrupted: a signal asked to stop; a checkpoint was written.
-            Divergence: too many steps in a row were skipped; a checkpoint was written unless the run may go back.
+            Divergence: too many steps in a row were skipped; a checkpoint was written unless the run may go back. Or a
+                step broke the weights: they are nowhere, and what it trained counts as not trained.
             RunError: the run failed; a checkpoint was written where it stood between two rollout batches.
         """
         parts, config = self._p, self._config
@@ -57,6 +60,8 @@ class Run:
                 self._interrupts.check()
                 self._train_batch(self._collect())
                 self._maybe_checkpoint()
+        except BrokenWeights as error:
+            raise Divergence(str(error), self._step + 1) from error
         except Divergence:
             if not parts.rollbacks.left:
                 self._save_before_leaving(DIVERGED)
@@ -81,8 +86,8 @@ class Run:
         for number in range(1, parts.steps_per_batch + 1):
             with parts.accounting.learner("train", parts.learner.version):
                 result = next(results)
-            self._step += 1
             self._publish()
+            self._step += 1
             self._store(result, trained)
             last = number == parts.steps_per_batch or self._step >= self._config.run.steps
             self._report(result, boundary=last)
@@ -103,6 +108,11 @@ class Run:
             return
         with parts.accounting.learner("publish", parts.learner.version):
             canary = parts.learner.canary(parts.canary_tokens)
+            if not np.isfinite(canary).all():
+                raise BrokenWeights(
+                    f"the weights of version {parts.learner.version} give log-probabilities that are not finite "
+                    f"(learning rate {self._config.learner.learning_rate:.3g})"
+                )
             parts.pool.publish(parts.learner.version, parts.weights(), canary)
         parts.published = parts.learner.version
 
@@ -187,10 +197,12 @@ class Run:
         return evaluation.mean
 
     def _maybe_checkpoint(self) -> None:
+        """One that is due amid skipped steps waits for an applied one: no rollback could use it."""
+        self._owed |= self._due(self._config.run.checkpoint_every)
         if self._is_best():
             self._checkpoint("best")
             self._p.store.mark_best(self._step, self._evaluated[-1][1])
-        elif self._due(self._config.run.checkpoint_every):
+        elif self._owed and not self._p.learner.skipped_in_row:
             self._checkpoint("periodic")
 
     def _is_best(self) -> bool:
@@ -201,7 +213,9 @@ class Run:
     def _checkpoint(self, kind: str) -> Path:
         parts = self._p
         with parts.accounting.learner("checkpoint", parts.learner.version):
-            return parts.store.save(self._step, kind, self._evaluated, parts)
+            path = parts.store.save(self._step, kind, self._evaluated, parts)
+        self._owed = False
+        return path
 
     def _save_before_leaving(self, kind: str) -> None:
         """A checkpoint on the way out; what went wrong before matters more than a failure to write it. None in the

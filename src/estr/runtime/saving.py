@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from estr.config import Config
 from estr.models.load import is_lora, merged_state, without_bars
+from estr.runtime.divergence import is_good
 from estr.runtime.pools import InlinePool, Pool
 from estr.runtime.position import adapter_tensors, window_tensors
-from estr.storage.checkpoints import checkpoint_steps, mark_best, retain_checkpoints, save_checkpoint
+from estr.storage.checkpoints import checkpoint_steps, mark_best, newest_step, retain_checkpoints, save_checkpoint
 from estr.storage.rollout_files import retain_rollouts
 from estr.storage.run_directory import RunDirectory
 
@@ -45,8 +46,10 @@ class CheckpointStore:
         parts.metrics.sync()
         model = _Saveable(parts.loaded.model)
         path = save_checkpoint(self._directory, step, model, parts.loaded.tokenizer, tensors, state, kind)
-        kept = retain_checkpoints(self._directory, self._config.run.keep_checkpoints)
-        parts.journal.commit(step, prune_through=kept[0])
+        good = newest_step(self._directory, is_good)
+        protected = () if good is None else (good,)
+        kept = retain_checkpoints(self._directory, self._config.run.keep_checkpoints, protected)
+        parts.journal.commit(step, prune_through=min((kept[0], *protected)))
         if keep := self._config.run.keep_rollouts:
             retain_rollouts(self._directory, step - keep + 1)
         return path

@@ -118,6 +118,9 @@ def engine_count(config: Config) -> int:
 def load_policy(config: Config, path: Path) -> LoadedModel:
     """The policy in float32 master weights (or what model.dtype says), with adapters where they are configured."""
     loaded = load_model(path, config.model.dtype, config.model.trust_remote_code)
+    for name, weight in loaded.model.named_parameters():
+        if not weight.isfinite().all():
+            raise UsageError(f"the model {path} cannot be trained: its weights {name} are not all finite; use another")
     check_head(loaded.model)
     if config.model.lora_rank:
         loaded.model = apply_lora(loaded.model, config.model.lora_rank, config.model.lora_alpha, config.run.seed)

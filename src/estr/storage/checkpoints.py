@@ -7,6 +7,7 @@ torn checkpoint is recognized; ``trainer.safetensors`` holds the trainer's tenso
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -193,6 +194,15 @@ def retain_checkpoints(run: RunDirectory, keep: int, protect: Collection[int] = 
     newest = whole[-1] if whole else -1
     _remove(run, [step for step in steps if step not in wanted and step < newest])
     return recent
+
+
+def newest_step(run: RunDirectory, good: Callable[[Checkpoint], bool]) -> int | None:
+    """The step of the newest checkpoint that is ``good`` and of whose files none is missing or cut off."""
+    for step in sorted(checkpoint_steps(run), reverse=True):
+        with contextlib.suppress(_TornError):
+            if good(_verify(checkpoint_path(run, step), digests=False)):
+                return step
+    return None
 
 
 def withdraw_checkpoints_after(run: RunDirectory, step: int) -> None:

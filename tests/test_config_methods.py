@@ -177,7 +177,7 @@ def test_options_of_another_kind_than_the_default_are_refused(family):
         for option, default in method.hyperparameters.items():
             wrong = 1 if isinstance(default, str | bool) else "x"
             with pytest.raises(ValueError, match=f"^{option} must be"):
-                family.make(name, **{option: wrong})
+                family.registry.make(name, {option: wrong})
 
 
 def test_a_number_may_stand_where_the_default_is_none():

@@ -248,5 +248,5 @@ def test_errors_of_tasks_of_ones_own(page):
         make_task("guess:GuessEnvironment")
     with pytest.raises(UsageError, match="cannot be made: TypeError"):
         make_task("builtins:int", base="x")
-    with pytest.raises(UsageError, match="cannot import 'broken' for task 'broken:X': ZeroDivisionError"):
+    with pytest.raises(UsageError, match="task 'broken:X': cannot import 'broken': ZeroDivisionError"):
         make_task("broken:X")

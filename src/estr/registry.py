@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from estr.errors import nearest
+from estr.own_code import file_of, import_own, is_own
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type[Any])
@@ -67,15 +68,30 @@ class Registry(Generic[T]):
         """All methods of this kind by name."""
         return dict(self._methods)
 
+    def find(self, name: str) -> Method:
+        """The method ``name``, or that of your own which ``module:name`` registers.
+
+        Raises ``ValueError``, naming the nearest known one, where there is none.
+        """
+        if is_own(name):
+            module, short = import_own(name)
+            if short not in self._methods:
+                raise ValueError(
+                    f"module {module.__name__!r} ({file_of(module)}) registers no {self.kind} {short!r}"
+                    f"{nearest(short, self._methods)}"
+                )
+            return self._methods[short]
+        if not isinstance(name, str) or name not in self._methods:
+            raise ValueError(f"unknown {self.kind} {name!r}{nearest(name, self._methods)}")
+        return self._methods[name]
+
     def make(self, name: str, options: dict[str, Any]) -> T:
         """The method ``name`` with ``options`` in place of its defaults.
 
         Raises ``ValueError``, naming the nearest known one, for an unknown name or option, and for a value that the
         method refuses.
         """
-        if not isinstance(name, str) or name not in self._methods:
-            raise ValueError(f"unknown {self.kind} {name!r}{nearest(name, self._methods)}")
-        method = self._methods[name]
+        method = self.find(name)
         for option in options:
             if option not in method.hyperparameters:
                 raise ValueError(

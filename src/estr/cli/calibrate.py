@@ -77,14 +77,14 @@ def _still_config(source: str, sets: list[str], steps: int) -> tuple[Config, Pat
     """The configuration of the short run, and where its result goes by default."""
     directory, extra = Path(source), [f"run.steps={steps}", *STILL]
     target = Path("calibration.json")
-    config_path = directory
-    if (directory / "config.toml").is_file():
+    config_path, stored = directory, (directory / "config.toml").is_file()
+    if stored:
         run = RunDirectory.open(directory)
         checkpoint = latest_checkpoint(run).checkpoint
         if checkpoint is not None:
             extra.append(f"model.path={json.dumps(str(checkpoint.path))}")
         config_path, target = run.config_path, directory / "calibration.json"
-    config, notices = load_config(config_path, [*sets, *extra])
+    config, notices = load_config(config_path, [*sets, *extra], stored=stored)
     kept = [*(notice for notice in notices if "left out" not in notice), *validate_config(config)]
     for notice in kept:
         print(f"note: {notice}", file=sys.stderr)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from estr.objectives import Gate, Objective, Recipe, Weight, recipes
+from estr.objectives import Gate, Objective, Recipe, Weight, find_recipe, recipes
 from estr.objectives.composition import Part
+from estr.own_code import is_own
 from estr.registry import Method
 
 
@@ -102,7 +103,13 @@ def catalogue() -> list[Family]:
 
 
 def find(name: str) -> list[Entry]:
-    """The methods of that name, one or more families."""
+    """The methods of that name, one or more families, or the recipe ``module:name`` of the user's own.
+
+    Raises:
+        ValueError: there is no such module, or no such recipe in it.
+    """
+    if is_own(name):
+        return [_from_recipe(find_recipe(name), name)]
     return [entry for family in catalogue() for entry in family.entries if entry.name == name]
 
 
@@ -111,7 +118,7 @@ def names() -> list[str]:
     return [entry.name for family in catalogue() for entry in family.entries]
 
 
-def _from_recipe(recipe: Recipe) -> Entry:
+def _from_recipe(recipe: Recipe, reference: str = "") -> Entry:
     built = Objective(recipe, {})
     return Entry(
         family="objective",
@@ -123,7 +130,7 @@ def _from_recipe(recipe: Recipe) -> Entry:
         places=tuple(Place(_operator(part), part.edge, part.scope, part.name) for part in built.composition.parts),
         hyperparameters=recipe.hyperparameters,
         allowed={name: parameter.allowed for name, parameter in recipe.all_parameters.items()},
-        choose=f'[objective] recipe = "{recipe.name}"',
+        choose=f'[objective] recipe = "{reference or recipe.name}"',
         needs=tuple(sorted(built.needs)),
         reduction=built.composition.reduction,
         note=recipe.note,

@@ -42,7 +42,7 @@ def _configured(model: str, sets: list[str]) -> tuple[Config, Path | None, str]:
     directory = Path(model)
     if (directory / "config.toml").is_file():
         run = RunDirectory.open(directory)
-        config, notices = load_config(run.config_path, sets)
+        config, notices = load_config(run.config_path, sets, stored=True)
         latest = latest_checkpoint(run)
         for notice in [*notices, *latest.notices]:
             print(f"note: {notice}", file=sys.stderr)

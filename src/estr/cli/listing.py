@@ -33,7 +33,10 @@ def show_recipe(name: str) -> None:
     """The methods of that name in full: formula, edge, source, confidence, defaults."""
     from estr.cli.catalogue import find, names
 
-    entries = find(name)
+    try:
+        entries = find(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if not entries:
         raise UsageError(f"there is no recipe {name!r}{nearest(name, names())}")
     for entry in entries:

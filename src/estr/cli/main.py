@@ -51,6 +51,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
         preset=arguments.preset,
         mapping=arguments.map,
         tokenizer=arguments.tokenizer,
+        recipes=arguments.recipe,
     )
 
 
@@ -71,6 +72,24 @@ def _replay(arguments: argparse.Namespace) -> None:
     from estr.cli.replaying import replay_command
 
     replay_command(arguments.directory, arguments.recipe, arguments.set, as_json=arguments.json)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from estr.cli.comparing import Options, compare
+
+    options = Options(
+        recipes=arguments.recipes,
+        seeds=arguments.seeds,
+        sets=arguments.set,
+        output=arguments.output,
+        workers=arguments.workers,
+        match=arguments.match,
+        tune=arguments.tune,
+        report_only=arguments.report_only,
+        dry_run=arguments.dry_run,
+        as_json=arguments.json,
+    )
+    compare(arguments.config, options)
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -105,6 +124,7 @@ COMMANDS: dict[str, Command] = {
     "inspect": _inspect,
     "calibrate": _calibrate,
     "replay": _replay,
+    "compare": _compare,
     "report": _report,
     "recipes": _recipes,
     "tasks": _tasks,
@@ -143,6 +163,7 @@ def build_parser() -> Parser:
     _add_inspect(commands)
     _add_calibrate(commands, sets)
     _add_replay(commands, sets)
+    _add_compare(commands, sets)
 
     report = commands.add_parser("report", help="the HTML report of one or more runs")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
@@ -174,6 +195,13 @@ def _add_inspect(commands: Any) -> None:
         metavar="OURS=THEIRS",
         help="a column's name in the file, for example logprob=rollout_log_probs (repeatable)",
     )
+    inspect.add_argument(
+        "--recipe",
+        action="append",
+        default=[],
+        metavar="MODULE:NAME",
+        help="a recipe of your own to try beside the built-in ones (repeatable)",
+    )
     inspect.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, or a directory with one, to show text")
 
 
@@ -197,6 +225,21 @@ def _add_replay(commands: Any, sets: dict[str, Any]) -> None:
     replay.add_argument("--recipe", metavar="X", help="objective to replay (default: the run's own)")
     replay.add_argument("--set", **sets, help="override a key, for example objective.tau=0.5 (repeatable)")
     replay.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _add_compare(commands: Any, sets: dict[str, Any]) -> None:
+    compare = commands.add_parser("compare", help="the same run for several recipes and seeds; table, plots, intervals")
+    compare.add_argument("config", help="TOML file: a configuration, with or without [compare]")
+    compare.add_argument("--recipes", metavar="A,B", help="recipes or variants (default: those of the file)")
+    compare.add_argument("--seeds", metavar="0,1", help="seeds that are reported (default: 0,1,2,3,4)")
+    compare.add_argument("--output", metavar="DIR", help="directory of the study (default: runs/<name of the file>)")
+    compare.add_argument("--workers", type=_positive, metavar="N", help="runs at once (default: one per core)")
+    compare.add_argument("--set", **sets, help="override a key for every run (repeatable)")
+    compare.add_argument("--match", metavar="masked_fraction", help="choose thresholds so that all drop the same share")
+    compare.add_argument("--tune", action="store_true", help="choose each recipe's best of its grid, on other seeds")
+    compare.add_argument("--report-only", action="store_true", help="train nothing: the result of what has ended")
+    compare.add_argument("--dry-run", action="store_true", help="check and name the runs, then stop")
+    compare.add_argument("--json", action="store_true", help="the result as one JSON object on standard output")
 
 
 def _positive(text: str) -> int:

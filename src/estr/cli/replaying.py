@@ -9,11 +9,12 @@ from typing import Any
 from estr.cli.replay_gradient import parameter_norms
 from estr.config import Config
 from estr.config.load import load_config
+from estr.config.objective_section import build_objective
 from estr.errors import UsageError
 from estr.inspect.inspection import plain
 from estr.inspect.read import read_dump
 from estr.inspect.replay import ReplayedStep, replay
-from estr.objectives import Objective, objective
+from estr.objectives import Objective
 from estr.report.series import number, percent
 from estr.storage.run_directory import RunDirectory
 from estr.trajectory import derive_seed
@@ -24,14 +25,14 @@ def replay_command(directory: str, recipe: str | None, sets: list[str], *, as_js
     run = RunDirectory.open(directory)
     own = run.config()
     choice = [f"objective.recipe={json.dumps(recipe)}"] if recipe else []
-    other, notices = load_config(run.config_path, [*choice, *sets])
+    other, notices = load_config(run.config_path, [*choice, *sets], stored=True)
     for notice in notices:
         if "left out" not in notice:
             print(f"note: {notice}", file=sys.stderr)
     dump = read_dump(run.path, "estr")
     results = {}
     for name, config in (("own", own), ("replayed", other)):
-        chosen = objective(config.objective.recipe, **config.objective.hyperparameters())
+        chosen = build_objective(config.objective.recipe, config.objective.hyperparameters())
         try:
             steps = replay(dump, chosen, lambda version: derive_seed(own.run.seed, "objective", version))
         except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from estr.config.objective_section import build_objective
 from estr.config.sections import Config
 from estr.errors import UsageError
 
@@ -21,9 +22,7 @@ def check_combinations(config: Config) -> list[str]:
     Raises:
         UsageError: a combination that is wrong whatever the data.
     """
-    from estr.objectives import objective  # torch is loaded only when a configuration is checked
-
-    recipe = objective(config.objective.recipe, **config.objective.hyperparameters())
+    recipe = build_objective(config.objective.recipe, config.objective.hyperparameters())
     _refuse_double_counting(recipe)
     _refuse_selection(config)
     warnings = [*_recipe_warnings(config, recipe), *_advantage_warnings(config, recipe)]

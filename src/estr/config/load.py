@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli_w
@@ -13,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from estr.config.methods import resolve_methods
 from estr.config.objective_section import resolve_objective
+from estr.config.own import settle_modules
 from estr.config.sections import Config, Section
 from estr.config.toml import line_of, parse_set, read_toml, shown
 from estr.errors import UsageError, nearest
@@ -30,10 +32,12 @@ class LoadedConfig(NamedTuple):
     notices: list[str]
 
 
-def load_config(path: str | os.PathLike[str] | None, sets: Sequence[str] = ()) -> LoadedConfig:
+def load_config(path: str | os.PathLike[str] | None, sets: Sequence[str] = (), *, stored: bool = False) -> LoadedConfig:
     """Read ``path`` (None: defaults only), apply ``sets`` in order, check every key and value.
 
-    ``[objective]`` comes out with the effective hyperparameters of its recipe, complete and flat.
+    ``[objective]`` comes out with the effective hyperparameters of its recipe, complete and flat. With ``stored`` the
+    file is that of a run: modules of the user's own are not looked for in its directory, and methods of theirs that
+    the file names are taken with the options it has, without importing them.
 
     Raises:
         UsageError: the file, line or ``--set`` and the key are named, with the nearest valid name.
@@ -42,9 +46,11 @@ def load_config(path: str | os.PathLike[str] | None, sets: Sequence[str] = ()) -
     source = _Source(os.fspath(path) if path is not None else "", text, file, _collect(sets))
     _check_sections(file, source)
     merged = {name: _merge(file.get(name, {}), source.sets.get(name, {})) for name in _SECTIONS}
+    home = Path(path).parent if path is not None else None
+    merged["run"] = settle_modules(merged["run"], (file, source.sets), home, home if stored else None)
     try:
-        merged["objective"], notices = resolve_objective(file.get("objective", {}), source.sets.get("objective", {}))
-        methods = resolve_methods("learner", file.get("learner", {}), source.sets.get("learner", {}))
+        merged["objective"], notices = resolve_objective(*source.section("objective"), stored=stored)
+        methods = resolve_methods("learner", *source.section("learner"), stored=stored)
         merged["learner"] |= methods.values
         notices += methods.notices
     except UsageError as error:
@@ -87,6 +93,10 @@ class _Source:
         self.text = text
         self.file = file
         self.sets = sets
+
+    def section(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What file and ``--set`` have of a section."""
+        return self.file.get(name, {}), self.sets.get(name, {})
 
     def where(self, *candidates: tuple[str, ...]) -> str:
         """The place of the first of these keys that was given: ``"file.toml, line 3: "``, ``"--set "`` or nothing."""

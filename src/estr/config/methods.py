@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from estr.errors import UsageError, nearest
-from estr.registry import Method
+from estr.own_code import is_own
+from estr.registry import Method, Registry
 
 NONE = "none"
 _EMPTY: dict[str, Any] = {}
@@ -23,12 +24,19 @@ class Family:
 
     section: str
     key: str
-    kind: str  # the word errors use
-    table: Callable[[], dict[str, Method]]
-    make: Callable[..., Any]
+    registry: Registry[Any]
     several: bool = False
     optional: bool = True
     default: str = NONE
+
+    @property
+    def kind(self) -> str:
+        """The word errors use."""
+        return self.registry.kind
+
+    def table(self) -> dict[str, Method]:
+        """The methods that are built in, or registered so far."""
+        return self.registry.table()
 
     @property
     def options(self) -> str:
@@ -43,18 +51,21 @@ class Family:
 
 def families() -> tuple[Family, ...]:
     """All families that a configuration can choose from, beside the recipes."""
-    from estr import advantages, controllers, shaping  # torch is loaded only when a configuration is read
+    from estr.advantages.base import estimators  # torch is loaded only when a configuration is read
+    from estr.advantages.reweighting import rules
+    from estr.controllers.base import steps
+    from estr.controllers.regularizer import regularizers
+    from estr.shaping.base import shapings
+    from estr.shaping.selection import selections
 
     return (
-        Family("objective", "advantage", "advantage estimator", advantages.advantages, advantages.advantage,
-               optional=False, default="grpo"),
-        Family("objective", "reweighting", "token re-weighting", advantages.reweightings, advantages.reweighting),
-        Family("objective", "regularizer", "entropy regularizer", controllers.regularizers, controllers.regularizer),
-        Family("objective", "shaping", "reward shaping", shaping.shapings, shaping.shaping, several=True),
-        Family("objective", "selection", "selection rule", shaping.selections, shaping.selection),
-        Family("learner", "controllers", "step controller", controllers.controllers, controllers.controller,
-               several=True),
-    )  # fmt: skip
+        Family("objective", "advantage", estimators, optional=False, default="grpo"),
+        Family("objective", "reweighting", rules),
+        Family("objective", "regularizer", regularizers),
+        Family("objective", "shaping", shapings, several=True),
+        Family("objective", "selection", selections),
+        Family("learner", "controllers", steps, several=True),
+    )
 
 
 @dataclass
@@ -65,17 +76,32 @@ class Resolved:
     notices: list[str] = field(default_factory=list)
 
 
-def resolve_methods(section: str, file: Mapping[str, Any], sets: Mapping[str, Any]) -> Resolved:
+def resolve_methods(
+    section: str, file: Mapping[str, Any], sets: Mapping[str, Any], *, stored: bool = False
+) -> Resolved:
     """The keys of ``section`` that belong to families, from the file and, winning over it, from ``--set``.
+
+    ``stored``: the file is that of a run; options of the user's own methods are complete in it and taken as they are.
 
     Raises:
         UsageError: an unknown method, option or value; the sentence starts with the key and names the nearest.
     """
     resolved = Resolved({})
     for family in families():
-        if family.section == section:
+        if family.section != section:
+            continue
+        if stored and _untouched(family, file, sets):
+            resolved.values |= {key: file[key] for key in (family.key, family.options) if key in file}
+        else:
             (_resolve_several if family.several else _resolve_one)(family, file, sets, resolved)
     return resolved
+
+
+def _untouched(family: Family, file: Mapping[str, Any], sets: Mapping[str, Any]) -> bool:
+    """Whether the file names a method of the user's own and ``--set`` leaves it and its options alone."""
+    names = file.get(family.key, family.default)
+    own = any(map(is_own, names if isinstance(names, list) else [names]))
+    return own and family.key not in sets and family.options not in sets
 
 
 def _resolve_one(family: Family, file: Mapping[str, Any], sets: Mapping[str, Any], resolved: Resolved) -> None:
@@ -111,8 +137,7 @@ def _resolve_several(family: Family, file: Mapping[str, Any], sets: Mapping[str,
     complete = {}
     for name in dict.fromkeys([*names, *given]):
         path = f"{family.section}.{family.options}.{name}"
-        if name not in family.table():
-            raise UsageError(f"{path}: there is no {family.kind} {name!r}{nearest(name, family.table())}")
+        _find(family, name, path)
         options = _complete(family, name, given.get(name, {}), path)
         if name in names:
             complete[name] = options
@@ -128,10 +153,19 @@ def _texts(names: Any) -> bool:
 def _check_known(family: Family, name: str) -> None:
     if name == NONE and family.optional and not family.several:
         return
+    _find(family, name, family.path)
+
+
+def _find(family: Family, name: str, path: str) -> Method:
+    """The method ``name``; the error for one that is not there starts with ``path``."""
     known = family.table()
-    if name not in known:
+    if name not in known and not is_own(name):
         names = [*known, NONE] if family.optional and not family.several else known
-        raise UsageError(f"{family.path}: there is no {family.kind} {name!r}{nearest(name, names)}")
+        raise UsageError(f"{path}: there is no {family.kind} {name!r}{nearest(name, names)}")
+    try:
+        return family.registry.find(name)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
 
 
 def _complete(family: Family, name: str, given: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -140,13 +174,13 @@ def _complete(family: Family, name: str, given: Mapping[str, Any], path: str) ->
         for option in given:
             raise UsageError(f"{path}.{option} has nothing to act on: {family.path} is {NONE!r}")
         return {}
-    defaults = family.table()[name].hyperparameters
+    defaults = _find(family, name, family.path).hyperparameters
     for option in given:
         if option not in defaults:
             hint = nearest(option, defaults)
             raise UsageError(f"{path}.{option}: the {family.kind} {name!r} has no such option{hint}")
     try:
-        family.make(name, **given)
+        family.registry.make(name, dict(given))
     except (ValueError, TypeError) as error:
         first = str(error).partition(" ")[0]
         raise UsageError(f"{path}.{error}" if first in defaults else f"{family.path}: {name}: {error}") from error

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from estr.config.calibration import apply_calibration
 from estr.config.methods import resolve_methods
 from estr.config.sections import ObjectiveConfig
 from estr.errors import UsageError, nearest
+from estr.own_code import is_own
+
+if TYPE_CHECKING:
+    from estr.objectives import Objective
 
 _FIXED = set(ObjectiveConfig.model_fields)
 _DEFAULT_RECIPE = str(ObjectiveConfig.model_fields["recipe"].default)
@@ -24,17 +28,23 @@ class _Part:
     named: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def resolve_objective(file: Mapping[str, Any], sets: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def resolve_objective(
+    file: Mapping[str, Any], sets: Mapping[str, Any], *, stored: bool = False
+) -> tuple[dict[str, Any], list[str]]:
     """The effective section, hyperparameters flat and complete, and notices of what was left out.
 
     Args:
         file: the section as the file has it.
         sets: the section as the command line has it, which wins.
+        stored: the file is that of a run; a recipe of the user's own is complete in it and taken as it is.
 
     Raises:
         UsageError: an unknown recipe, method, option or value; the sentence names the key and the nearest known one.
     """
-    known = _known_recipes()
+    if stored and not sets and is_own(file.get("recipe")):
+        methods = resolve_methods("objective", file, {}, stored=True)
+        return {**file, **methods.values}, methods.notices
+    known = _known_recipes(file, sets)
     written, given = _split(file, known), _split(sets, known)
     fixed = {**written.fixed, **given.fixed}
     recipe = fixed.get("recipe", _DEFAULT_RECIPE)
@@ -57,16 +67,37 @@ def resolve_objective(file: Mapping[str, Any], sets: Mapping[str, Any]) -> tuple
     hyperparameters |= chosen
     by_hand = (_merge_file(recipe, written) if recipe == written_recipe else {}).keys() | chosen.keys()
     notices += apply_calibration(fixed.get("calibration"), hyperparameters, set(by_hand))
-    _check_values(recipe, hyperparameters)
-    methods = resolve_methods("objective", written.fixed, given.fixed)
+    build_objective(recipe, hyperparameters)
+    methods = resolve_methods("objective", written.fixed, given.fixed, stored=stored)
     present = {key: value for key, value in hyperparameters.items() if value is not None}  # TOML has no null
     return {**fixed, **methods.values, **present}, notices + methods.notices
 
 
-def _known_recipes() -> dict[str, dict[str, Any]]:
-    from estr.objectives import recipes  # torch is loaded only when a configuration is read
+def _known_recipes(*sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Hyperparameters with defaults of the built-in recipes and of those of the user's own that ``sections`` name."""
+    from estr.objectives import find_recipe, recipes  # torch is loaded only when a configuration is read
 
-    return {name: dict(recipe.hyperparameters) for name, recipe in recipes().items()}
+    known = {name: dict(recipe.hyperparameters) for name, recipe in recipes().items()}
+    for section in sections:
+        for key, name in [("recipe", str(section.get("recipe"))), *((name, name) for name in section)]:
+            if is_own(name) and name not in known:
+                try:
+                    known[name] = dict(find_recipe(name).hyperparameters)
+                except ValueError as error:
+                    raise UsageError(f"objective.{key}: {error}") from error
+                for taken in sorted(_FIXED & known[name].keys()):
+                    raise UsageError(
+                        f"objective.{key}: {name!r} has a hyperparameter {taken!r}, which is a key of [objective] "
+                        "already; give it another name"
+                    )
+    return known
+
+
+def _table_of(key: str, known: Mapping[str, Any]) -> str | None:
+    """The recipe whose hyperparameters stand in [objective.``key``]: that name, or the end of one of the user's own."""
+    if key in known:
+        return key
+    return next((name for name in known if is_own(name) and name.partition(":")[2] == key), None)
 
 
 def _split(section: Mapping[str, Any], known: Mapping[str, Any]) -> _Part:
@@ -76,8 +107,8 @@ def _split(section: Mapping[str, Any], known: Mapping[str, Any]) -> _Part:
             part.fixed[key] = value
         elif not isinstance(value, dict):
             part.flat[key] = value
-        elif key in known:
-            part.named[key] = value
+        elif (recipe := _table_of(key, known)) is not None:
+            part.named[recipe] = value
         else:
             hint = nearest(key, [*known, *(name for name in _FIXED if name.endswith("_options"))])
             raise UsageError(f"objective.{key} is a table, but there is no recipe of that name{hint}")
@@ -110,10 +141,18 @@ def _left_out(old: Any, new: str, written: _Part) -> list[str]:
     return [f"objective.recipe is now {new}: the file's {', '.join(names)} of {old} left out"]
 
 
-def _check_values(recipe: str, hyperparameters: Mapping[str, Any]) -> None:
+def build_objective(recipe: str, hyperparameters: Mapping[str, Any]) -> Objective:
+    """The objective; UsageError, starting with the key, where a value is refused or a recipe of one's own fails."""
     from estr.objectives import objective
 
     try:
-        objective(recipe, **hyperparameters)
+        return objective(recipe, **hyperparameters)
     except (ValueError, TypeError) as error:
-        raise UsageError(f"objective.{str(error).removeprefix(f'{recipe}.')}") from error
+        name = recipe.partition(":")[2] or recipe
+        sentence = str(error)
+        key = sentence.removeprefix(f"{name}.") if sentence.startswith(f"{name}.") else f"recipe: {sentence}"
+        raise UsageError(f"objective.{key}") from error
+    except Exception as error:
+        if not is_own(recipe):
+            raise
+        raise UsageError(f"objective.recipe: {recipe!r} raised {type(error).__name__}: {error}") from error

@@ -20,6 +20,11 @@ class RunConfig(Section):
     checkpoint_every: int = Field(50, ge=1, description="Optimizer steps between checkpoints, at the end of a batch.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept, beside the best and the last.")
     keep_rollouts: int = Field(0, ge=0, description="Optimizer steps whose stored rollouts are kept; 0: all.")
+    module_directories: list[str] = Field(
+        default_factory=list,
+        description="Where modules of your own are looked for, beside the configuration's directory and the current "
+        "one; where they were found is written here for `estr resume`.",
+    )
     eval_every: int = Field(0, ge=0, description="Steps between evaluations, at the end of a batch; 0: never.")
     eval_prompts: int = Field(300, ge=1, description="Held-out problems per evaluation.")
     eval_temperature: float = Field(1.0, ge=0, description="Decoding temperature of evaluations; 0 is greedy.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from estr.config.combinations import check_combinations
+from estr.config.objective_section import build_objective
 from estr.config.sections import Config, ObjectiveConfig, RolloutConfig
 from estr.errors import UsageError, nearest
 
@@ -87,10 +88,8 @@ def check_sampling(rollout: RolloutConfig) -> None:
 
 def _check_recorded(config: Config) -> None:
     """Refuse a recipe that reads the sampler's most likely tokens where the engine does not record them."""
-    from estr.objectives import objective
-
     section = config.objective
-    needs = objective(section.recipe, **section.hyperparameters()).needs
+    needs = build_objective(section.recipe, section.hyperparameters()).needs
     if config.rollout.topk_logprobs == 0 and not needs.isdisjoint(_TOPK):
         raise UsageError(
             f"objective.recipe: the recipe {section.recipe!r} reads the most likely tokens of the sampler, which are "

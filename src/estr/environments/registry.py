@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +12,7 @@ from estr.environments.calculator import CalculatorTask
 from estr.environments.gsm8k import Gsm8kTask
 from estr.environments.options import Option
 from estr.errors import UsageError, nearest
+from estr.own_code import file_of, import_own, is_own
 
 _BUILT_IN = {task.name: task for task in (CalculatorTask, Gsm8kTask)}
 _TASK_MEMBERS = ("name", "train_problem", "eval_problems", "environment", "demonstrations")
@@ -84,18 +83,16 @@ def _keywords(task_class: Any) -> Mapping[str, Any] | None:
 
 
 def _own_class(name: str) -> Any:
-    module_name, _, class_name = name.partition(":")
-    if not class_name:
+    if not is_own(name):
         raise UsageError(f"no task {name!r}{nearest(name, _BUILT_IN)}; a task of your own is named module:Class")
-    if "" not in sys.path and "." not in sys.path:
-        sys.path.append(".")
-    importlib.invalidate_caches()  # a module written a moment ago is found
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise UsageError(f"cannot import {module_name!r} for task {name!r}: {type(error).__name__}: {error}") from error
+        module, class_name = import_own(name)
+    except ValueError as error:
+        raise UsageError(f"task {name!r}: {error}") from error
     found = getattr(module, class_name, None)
     if not inspect.isclass(found):
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
-        raise UsageError(f"module {module_name!r} has no class {class_name!r}{nearest(class_name, classes)}")
+        raise UsageError(
+            f"module {module.__name__!r} ({file_of(module)}) has no class {class_name!r}{nearest(class_name, classes)}"
+        )
     return found

@@ -108,8 +108,9 @@ class Inspection:
         return asdict(pair) | {"examples": [asdict(self.example(token)) for token in pair.examples]}
 
 
-def inspect_dump(dump: Dump, texts: Texts | None = None) -> Inspection:
-    """Analyze a dump; ``texts`` turns token ids into text (default: the ids themselves)."""
+def inspect_dump(dump: Dump, texts: Texts | None = None, recipes: Sequence[str] = ()) -> Inspection:
+    """Analyze a dump; ``texts`` turns token ids into text (default: the ids themselves), ``recipes`` are recipes of the
+    user's own (``module:name``) beside the built-in ones."""
     first_row = np.unique(dump.trajectory, return_index=True)[1]
     return Inspection(
         dump=dump,
@@ -119,7 +120,7 @@ def inspect_dump(dump: Dump, texts: Texts | None = None) -> Inspection:
         decomposition=decompose(dump),
         staleness=_staleness(dump, first_row),
         switches=version_switches(dump),
-        verdicts=verdicts(dump),
+        verdicts=verdicts(dump, recipes),
         findings=run_checks(dump),
         texts=texts or _ids,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -41,15 +42,16 @@ class Verdicts:
     notes: list[str]
 
 
-def verdicts(dump: Dump) -> Verdicts:
-    """Masks of all recipes at their defaults over the tokens of rows that the learner saw."""
-    seen = seen_by_learner(dump)
+def verdicts(dump: Dump, own: Sequence[str] = ()) -> Verdicts:
+    """Masks of all recipes at their defaults over the tokens of rows that the learner saw; ``own`` are further ones,
+    as ``module:name``."""
+    seen, names = seen_by_learner(dump), [*recipes(), *own]
     if not seen.any():
         why = "no learner_logprob is stored"
-        return Verdicts(0, {}, dict.fromkeys(recipes(), why), {}, [], [])
+        return Verdicts(0, {}, dict.fromkeys(names, why), {}, [], [])
     columns = TokenColumns.of(dump, seen)
     masked, left_out = {}, {}
-    for name in recipes():
+    for name in names:
         try:
             masked[name] = _masked_fraction(objective(name), columns)
         except ValueError as error:

@@ -7,7 +7,7 @@ from estr.objectives.composition import Composition, Gate, Recipe, Surrogate, We
 from estr.objectives.context import Context
 from estr.objectives.kl import kl_penalty, reference_kl
 from estr.objectives.metrics import merge_metrics
-from estr.objectives.objective import Objective, Output, Statistics, objective, recipes, register
+from estr.objectives.objective import Objective, Output, Statistics, find_recipe, objective, recipes, register
 
 __all__ = [
     "Composition",
@@ -19,6 +19,7 @@ __all__ = [
     "Statistics",
     "Surrogate",
     "Weight",
+    "find_recipe",
     "gates",
     "kl_penalty",
     "merge_metrics",

@@ -19,6 +19,9 @@ from estr.objectives.context import Context
 from estr.objectives.hyperparameters import resolve
 from estr.objectives.reductions import Denominator, reduce
 from estr.objectives.table import RECIPES
+from estr.own_code import file_of, import_own, is_own
+
+_BUILT_IN = frozenset(RECIPES)
 
 
 @dataclass(frozen=True)
@@ -163,10 +166,29 @@ def _measure(part: Part, context: Context) -> Any:
 
 
 def objective(name: str, **hyperparameters: Any) -> Objective:
-    """The objective of a recipe; see ``recipes()`` for names, hyperparameters and sources."""
-    if not isinstance(name, str) or name not in RECIPES:
+    """The objective of a recipe, built in or of your own as ``module:name``; see ``recipes()`` and ``find_recipe``."""
+    return Objective(find_recipe(name), hyperparameters)
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe ``name``: one of ``recipes()``, or ``module:name`` for one that the module defines or registers.
+
+    Raises:
+        ValueError: there is none; the sentence names the nearest, or where the module was looked for.
+    """
+    if isinstance(name, str) and name in RECIPES:
+        return RECIPES[name]
+    if not is_own(name):
         raise ValueError(f"unknown recipe {name!r}{nearest(name, RECIPES)}")
-    return Objective(RECIPES[name], hyperparameters)
+    module, short = import_own(name)
+    defined = {recipe.name: recipe for recipe in vars(module).values() if isinstance(recipe, Recipe)}
+    known = {key: recipe for key, recipe in RECIPES.items() if key not in _BUILT_IN} | defined
+    found = known.get(short, vars(module).get(short))
+    if not isinstance(found, Recipe):
+        raise ValueError(
+            f"module {module.__name__!r} ({file_of(module)}) defines no recipe {short!r}{nearest(short, known)}"
+        )
+    return found
 
 
 def recipes() -> dict[str, Recipe]:

@@ -110,4 +110,7 @@ def think_end(tokenizer: Any) -> int | None:
 
 def default_output(config: Config, stamp: str) -> Path:
     """Where a run goes when nobody said."""
-    return Path("runs") / f"{config.task.name.replace(':', '-')}-{config.objective.recipe.replace('/', '-')}-{stamp}"
+    return (
+        Path("runs")
+        / f"{config.task.name.replace(':', '-')}-{config.objective.recipe.replace('/', '-').replace(':', '-')}-{stamp}"
+    )

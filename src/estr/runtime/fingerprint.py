@@ -19,6 +19,7 @@ from estr.storage.run_record import Fingerprint
 FREE = (
     "run.steps",
     "run.output",
+    "run.module_directories",
     "run.checkpoint_every",
     "run.keep_checkpoints",
     "run.keep_rollouts",

@@ -104,7 +104,7 @@ class RunDirectory:
         Raises:
             UsageError: the file was edited into something invalid.
         """
-        return load_config(self.config_path).config
+        return load_config(self.config_path, stored=True).config
 
     def close(self) -> None:
         """Give the lock back."""

@@ -23,7 +23,8 @@ class Accounting:
     """
 
     def __init__(self, sink: TimelineSink, engines: int, *, offset: float = 0.0) -> None:
-        self._sink, self._engines = sink, max(1, engines)
+        self._sink = sink
+        self.engines = engines  # how many there are at the moment
         self._origin = time.monotonic() - offset
         self._since = time.monotonic()
         self._busy = self._waited = 0.0
@@ -64,7 +65,7 @@ class Accounting:
         metrics = {
             "wall_time": now - self._origin,
             "time/step": period,
-            "time/engine_idle_fraction": min(1.0, max(0.0, 1.0 - self._busy / (period * self._engines))),
+            "time/engine_idle_fraction": min(1.0, max(0.0, 1.0 - self._busy / (period * max(1, self.engines)))),
             "time/learner_idle_fraction": min(1.0, self._waited / period),
             "throughput/generated_tokens_per_second": self._generated / period,
             "throughput/trained_tokens_per_second": self._trained / period,

@@ -13,7 +13,19 @@ from estr.errors import RunError
 from estr.runtime.accounting import Accounting
 from estr.runtime.builders import training_problem
 from estr.runtime.journal import Backlog
-from estr.runtime.messages import Activity, Alive, Died, Event, Failed, Finished, Job, Progress, Synced, VersionWindow
+from estr.runtime.messages import (
+    Activity,
+    Alive,
+    Died,
+    Event,
+    Failed,
+    Finished,
+    Job,
+    Members,
+    Progress,
+    Synced,
+    VersionWindow,
+)
 from estr.runtime.pools import Pool
 from estr.runtime.selecting import NO_SPREAD, SpreadFilter
 from estr.schedule import Group, Schedule, Ticket, Waiting
@@ -216,6 +228,8 @@ class Collector:
         elif isinstance(event, Activity):
             self._accounting.engine_activity(event)
             return event.sampled_tokens > 0
+        elif isinstance(event, Members):
+            self._accounting.engines = event.engines
         elif isinstance(event, Alive):
             return False
         elif isinstance(event, Died):

@@ -124,4 +124,11 @@ class Died:
     said: bool = False
 
 
-Event = Finished | Progress | Failed | Synced | Activity | Ready | Alive | Died
+@dataclass(frozen=True)
+class Members:
+    """How many engines there are from now on."""
+
+    engines: int
+
+
+Event = Finished | Progress | Failed | Synced | Activity | Ready | Alive | Died | Members

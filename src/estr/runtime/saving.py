@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from estr.config import Config
 from estr.models.load import is_lora, merged_state, without_bars
 from estr.runtime.divergence import is_good
-from estr.runtime.pools import InlinePool, Pool
+from estr.runtime.pools import Pool
 from estr.runtime.position import adapter_tensors, window_tensors
 from estr.storage.checkpoints import checkpoint_steps, mark_best, newest_step, retain_checkpoints, save_checkpoint
 from estr.storage.rollout_files import retain_rollouts
@@ -39,8 +39,7 @@ class CheckpointStore:
             "learner": parts.learner.state(),
         }
         tensors = dict(parts.learner.state_tensors())
-        if isinstance(self._pool, InlinePool):
-            tensors |= window_tensors(self._pool.versions)
+        tensors |= window_tensors(self._pool.versions)
         if is_lora(parts.loaded.model):
             tensors |= adapter_tensors(parts.loaded.model)
         parts.metrics.sync()

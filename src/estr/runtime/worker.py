@@ -18,6 +18,7 @@ import numpy as np
 from estr.config import Config
 from estr.errors import EstrError
 from estr.runtime.calls import SharedCalls
+from estr.runtime.channels import Channel, Weights
 from estr.runtime.kernel import end_with_parent, limit_memory, take_name
 from estr.runtime.messages import Activity, Alive, Died, Event, Interval, Job, Ready, Synced
 
@@ -118,7 +119,8 @@ class Timeline:
 class EngineProcess:
     """The worker's loop: take messages, take weights, tick, send results."""
 
-    def __init__(self, spec: WorkerSpec, connection: Connection) -> None:
+    def __init__(self, spec: WorkerSpec, connection: Channel, weights: Weights | None = None) -> None:
+        """``weights``: where they come from; by default the shared memory that ``spec`` names."""
         import torch
 
         from estr.models.load import load_model
@@ -135,7 +137,7 @@ class EngineProcess:
             config, task, loaded.model, loaded.tokenizer, calls=calls, keep_progress=True
         )
         self._engine = self._worker.engine
-        self._reader = WeightReader(spec.manifest, spec.reader)
+        self._reader: Weights = weights or WeightReader(spec.manifest, spec.reader)
         self._own = config.rollout.dtype != "float32"
         self._canary = canary_tokens(loaded.model.get_input_embeddings().weight.shape[0])
         self._connection = connection
@@ -144,16 +146,20 @@ class EngineProcess:
         self._reported, self._sampled = time.monotonic(), 0
         self._sent = self._reported
         self._alive_every = min(_ALIVE_EVERY, config.runtime.engine_timeout / 4)
-        self._stop = False
+        self.stopped = False
 
     def run(self) -> None:
         self._send(Ready())
-        while not self._stop:
-            self._receive()
-            self._take_weights()
-            self._submit_held()
-            self._tick()
-            self._report()
+        while not self.stopped:
+            self.turn()
+
+    def turn(self) -> None:
+        """Once round: what came in, new weights, one engine step, what goes out."""
+        self._receive()
+        self._take_weights()
+        self._submit_held()
+        self._tick()
+        self._report()
 
     def _receive(self) -> None:
         wait = 0.0
@@ -167,7 +173,7 @@ class EngineProcess:
                 self._worker.cancel_group(message.group)
                 self._held = [job for job in self._held if job.group != message.group]
             elif isinstance(message, Stop):
-                self._stop = True
+                self.stopped = True
             wait = 0.0
 
     def _take_weights(self) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import queue
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,9 +15,10 @@ from torch import Tensor
 from estr.config import Config
 from estr.errors import RunError
 from estr.runtime.handles import STOP_TIMEOUT, Watch, WorkerHandle, preload
-from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Interval, Job, Progress, Ready, Synced
+from estr.runtime.messages import Activity, Died, Event, Interval, Job, Ready, Synced
 from estr.runtime.rollout import RolloutWorker
-from estr.runtime.worker import CancelGroup, Stop, WorkerSpec
+from estr.runtime.supervision import Supervision
+from estr.runtime.worker import Stop, WorkerSpec
 from estr.transport import WeightPublisher, remove_leftovers
 from estr.transport.shared_weights import shared_directory
 
@@ -39,6 +37,11 @@ class Pool(Protocol):
         ...
 
     def cancel_group(self, group: int) -> None: ...
+
+    @property
+    def versions(self) -> dict[int, dict[str, Tensor]]:
+        """The versions that a resume has to make available again (lockstep), in engine precision."""
+        ...
 
     def close(self) -> None: ...
 
@@ -98,7 +101,7 @@ class InlinePool:
         self._worker.cancel_all()
 
 
-class ProcessPool:
+class ProcessPool(Supervision[WorkerHandle]):
     """Engine processes that share the learner's weights through memory.
 
     One that dies, or gives no sign of life for runtime.engine_timeout seconds, is replaced, its jobs are issued again
@@ -122,10 +125,8 @@ class ProcessPool:
         size = 2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self._publisher = WeightPublisher(tensors, shared_directory(size, spool), readers=engines)
         self._config, self._model_path, self._threads = config.model_dump(), str(model_path), threads
-        self._inbox: queue.SimpleQueue[tuple[WorkerHandle, Event]] = queue.SimpleQueue()
-        self._preloaded = tuple(preloaded)
-        self._spool, self._attempts = spool, config.schedule.attempts
-        self._deaths_in_a_row, self._deaths = 0, dict[str, int]()
+        super().__init__(config.schedule.attempts)
+        self._preloaded, self._spool = tuple(preloaded), spool
         self._workers = [self._spawn(index) for index in range(engines)]
         limits = config.runtime.engine_timeout, config.runtime.start_timeout
         self._watch = Watch(lambda: self._workers, *limits)
@@ -176,6 +177,10 @@ class ProcessPool:
         """Process ids of the engines."""
         return [worker.pid for worker in self._workers]
 
+    @property
+    def versions(self) -> dict[int, dict[str, Tensor]]:
+        return {}
+
     def publish(self, version: int, tensors: Mapping[str, Tensor], canary: Canary) -> None:
         self._publisher.publish(version, tensors, canary, gone=self._dead)
 
@@ -187,40 +192,6 @@ class ProcessPool:
             worker = min(self._workers, key=lambda worker: len(worker.jobs))
             worker.send_job(job)
 
-    def events(self, timeout: float) -> list[Event]:
-        events: list[Event] = []
-        with contextlib.suppress(queue.Empty):
-            worker, event = self._inbox.get(timeout=timeout)
-            while True:
-                events += self._handle(worker, event)
-                worker, event = self._inbox.get_nowait()
-        return events
-
-    def _handle(self, worker: WorkerHandle, event: Event) -> list[Event]:
-        if worker is not self._workers[worker.index]:
-            return []
-        if isinstance(event, Finished):
-            trajectory = event.trajectory
-            self._settled(worker, f"{trajectory.group}/{trajectory.sibling}/{trajectory.attempt}")
-            self._deaths_in_a_row = 0
-        elif isinstance(event, Progress):
-            self._went_on(worker, event)
-        elif isinstance(event, Failed):
-            self._settled(worker, event.job.key)
-        elif isinstance(event, Died):
-            return [event, *self._replace(worker, event.reason)]
-        return [event]
-
-    def _went_on(self, worker: WorkerHandle, progress: Progress) -> None:
-        trajectory = progress.trajectory
-        key = f"{trajectory.group}/{trajectory.sibling}/{trajectory.attempt}"
-        if key in worker.jobs:
-            worker.jobs[key] = dataclasses.replace(worker.jobs[key], progress=progress)
-
-    def _settled(self, worker: WorkerHandle, key: str) -> None:
-        worker.jobs.pop(key, None)
-        self._deaths.pop(key, None)
-
     def _replace(self, worker: WorkerHandle, reason: str) -> list[Event]:
         """Start another process in the place of a dead one; what its jobs come to: most are given to the new one."""
         worker.retire()
@@ -230,25 +201,9 @@ class ProcessPool:
         if self._deaths_in_a_row > 3 * len(self._workers) + self._attempts:
             raise RunError(f"engine processes keep dying without finishing anything; the last one said: {reason}")
         self._workers[worker.index] = self._spawn(worker.index)
-        for job in sorted(worker.jobs.values(), key=lambda job: self._deaths.get(job.key, 0)):
+        for job in self._by_suspicion(worker):
             self._workers[worker.index].send_job(job)
         return poisonous
-
-    def _poisonous(self, worker: WorkerHandle, reason: str) -> list[Event]:
-        """Take from ``worker`` the jobs whose environments were at work in schedule.attempts processes that died."""
-        failed: list[Event] = []
-        for key in worker.calls() & worker.jobs.keys():
-            self._deaths[key] = self._deaths.get(key, 0) + 1
-            if self._deaths[key] >= self._attempts:
-                job, count = worker.jobs.pop(key), self._deaths.pop(key)
-                sentence = f"its environment was at work in {count} engine processes that died; the last one: {reason}"
-                failed.append(Failed(job, f"problem {job.problem.task_id}: {sentence}", final=True))
-        return failed
-
-    def cancel_group(self, group: int) -> None:
-        for worker in self._workers:
-            worker.jobs = {key: job for key, job in worker.jobs.items() if job.group != group}
-            worker.send(CancelGroup(group))
 
     def close(self) -> None:
         self._watch.stop()

@@ -1,4 +1,4 @@
-"""Writes docs/methods.md from the tables of methods: ``python -m estr.cli.document [PATH] [--check]``."""
+"""Writes docs/methods.md and docs/configuration.md from the code: ``python -m estr.cli.document [DIR] [--check]``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from estr.cli.catalogue import Entry, Family, catalogue
+from estr.cli.keys import keys, kind, more_about, toml_value
 from estr.objectives.table import clipping, corrections, entropy, reweighting, verl
 
 CHAPTERS: tuple[ModuleType, ...] = (clipping, corrections, reweighting, entropy, verl)
@@ -54,8 +55,39 @@ decides (scope). *Confidence* says what it was written from.
 """
 
 
+CONFIGURATION = """\
+# Configuration
+
+Generated from `src/estr/config/sections.py`; do not edit. After a change run `python -m estr.cli.document`.
+`estr config`, `estr config SECTION` and `estr config SECTION.KEY` print the same.
+
+A configuration is a TOML file of the sections below. Every key has a default, so an empty file is one. `--set
+section.key=value` wins over the file, an unknown key is an error that names the nearest, and `estr train CONFIG.toml
+--dry-run` prints the whole resolved configuration. The run directory keeps it as `config.toml`.
+"""
+
+
+def pages() -> dict[str, str]:
+    """File names and contents of everything that is generated."""
+    return {"methods.md": render(), "configuration.md": render_configuration()}
+
+
+def render_configuration() -> str:
+    """The page of keys."""
+    sections = [CONFIGURATION]
+    table = keys()
+    for section in dict.fromkeys(key.section for key in table):
+        lines = [f"## [{section}]", "", *([more_about(section), ""] if more_about(section) else [])]
+        lines += [_row(["key", "default", "allowed", "meaning"]), "|---|---|---|---|"]
+        for key in table:
+            if key.section == section:
+                lines.append(_row([f"`{key.name}`", f"`{toml_value(key.default)}`", kind(key), key.description]))
+        sections.append("\n".join(lines) + "\n")
+    return "\n".join(sections)
+
+
 def render() -> str:
-    """The whole page."""
+    """The page of methods."""
     objectives, *others = catalogue()
     by_name = {entry.name: entry for entry in objectives.entries}
     sections = [HEAD, *(_overview(family) for family in (objectives, *others))]
@@ -111,19 +143,20 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the page, or with --check says whether it is up to date (exit status 1 where it is not)."""
+    """Writes the pages, or with --check says whether they are up to date (exit status 1 where one is not)."""
     parser = argparse.ArgumentParser(prog="python -m estr.cli.document", description=__doc__)
-    parser.add_argument("path", nargs="?", type=Path, default=Path("docs/methods.md"))
+    parser.add_argument("directory", nargs="?", type=Path, default=Path("docs"))
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     options = parser.parse_args(arguments)
-    page = render()
-    if not options.check:
-        options.path.write_text(page, encoding="utf-8")
-        return 0
-    if options.path.is_file() and options.path.read_text(encoding="utf-8") == page:
-        return 0
-    print(f"{options.path} is out of date; run: python -m estr.cli.document", file=sys.stderr)
-    return 1
+    status = 0
+    for name, page in pages().items():
+        path = options.directory / name
+        if not options.check:
+            path.write_text(page, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != page:
+            print(f"{path} is out of date; run: python -m estr.cli.document", file=sys.stderr)
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -110,6 +110,12 @@ def _tasks(arguments: argparse.Namespace) -> None:
     show_tasks()
 
 
+def _config(arguments: argparse.Namespace) -> None:
+    from estr.cli.keys import show_keys
+
+    show_keys(arguments.key, as_json=arguments.json)
+
+
 def _runs(arguments: argparse.Namespace) -> None:
     from estr.cli.runs import show_runs
 
@@ -128,6 +134,7 @@ COMMANDS: dict[str, Command] = {
     "report": _report,
     "recipes": _recipes,
     "tasks": _tasks,
+    "config": _config,
 }
 
 
@@ -173,6 +180,9 @@ def build_parser() -> Parser:
     recipes.add_argument("name", nargs="?", help="show one in full")
 
     commands.add_parser("tasks", help="tasks there are, with options")
+    config = commands.add_parser("config", help="the keys of a configuration: type, default, allowed values, meaning")
+    config.add_argument("key", nargs="?", metavar="SECTION[.KEY]", help="one section or one key (default: all)")
+    config.add_argument("--json", action="store_true", help="one JSON array on standard output")
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser

@@ -19,7 +19,7 @@ from estr.config.sections import Config, Section
 from estr.config.toml import line_of, parse_set, read_toml, shown
 from estr.errors import UsageError, nearest
 
-_SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
+SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
 _RESOLVED = "# The whole resolved configuration of a run, written by estr.\n"
 _LEADING_KEY = re.compile(r"[\w.-]*[\w-]")
 _SCHEDULE_KEYS = {"sync": (), "async": ("max_staleness",), "lockstep": ("inter", "intra", "intra_every")}
@@ -45,7 +45,7 @@ def load_config(path: str | os.PathLike[str] | None, sets: Sequence[str] = (), *
     file, text = read_toml(path) if path is not None else ({}, "")
     source = _Source(os.fspath(path) if path is not None else "", text, file, _collect(sets))
     _check_sections(file, source)
-    merged = {name: _merge(file.get(name, {}), source.sets.get(name, {})) for name in _SECTIONS}
+    merged = {name: _merge(file.get(name, {}), source.sets.get(name, {})) for name in SECTIONS}
     home = Path(path).parent if path is not None else None
     merged["run"] = settle_modules(merged["run"], (file, source.sets), home, home if stored else None)
     try:
@@ -131,9 +131,9 @@ def _collect(sets: Sequence[str]) -> dict[str, Any]:
     collected: dict[str, Any] = {}
     for argument in sets:
         keys, value = parse_set(argument)
-        section = _SECTIONS.get(keys[0])
+        section = SECTIONS.get(keys[0])
         if section is None:
-            raise UsageError(f"--set {shown(argument)}: there is no section {keys[0]!r}{nearest(keys[0], _SECTIONS)}")
+            raise UsageError(f"--set {shown(argument)}: there is no section {keys[0]!r}{nearest(keys[0], SECTIONS)}")
         known = section.model_fields.get(keys[1])
         if known is not None and known.annotation is str:
             keys, value = parse_set(argument, text_key=True)
@@ -161,9 +161,9 @@ def _merge(file: Any, sets: Any) -> Any:
 
 def _check_sections(file: dict[str, Any], source: _Source) -> None:
     for name, section in file.items():
-        if name not in _SECTIONS:
+        if name not in SECTIONS:
             kind = "section" if isinstance(section, dict) else "key outside the sections"
-            raise UsageError(f"{source.where((name,))}there is no {kind} {name!r}{nearest(name, _SECTIONS)}")
+            raise UsageError(f"{source.where((name,))}there is no {kind} {name!r}{nearest(name, SECTIONS)}")
         if not isinstance(section, dict):
             raise UsageError(f"{source.where((name,))}{name} must be a section: write [{name}] on a line of its own")
 
@@ -180,7 +180,7 @@ def _sentence(error: ValidationError, source: _Source) -> str:
 def _what(problem: ErrorDetails, keys: tuple[str, ...]) -> str:
     kind, context, value = problem["type"], problem.get("ctx", {}), problem["input"]
     if kind == "extra_forbidden":
-        return f"is not a known key{nearest(keys[-1], _SECTIONS[keys[0]].model_fields)}"
+        return f"is not a known key{nearest(keys[-1], SECTIONS[keys[0]].model_fields)}"
     if kind == "literal_error":
         hint = nearest(value, _choices(context)) if isinstance(value, str) else ""
         allowed = "" if hint.startswith("; known") else hint

@@ -16,7 +16,7 @@ class Section(BaseModel):
 class RunConfig(Section):
     seed: int = Field(0, ge=0, description="Every random choice of the run is derived from it.")
     steps: int = Field(100, ge=0, description="Optimizer steps.")
-    output: str = Field("", description="Run directory; empty: runs/<task>-<recipe>-<time>.")
+    output: str = Field("", description="Run directory; empty: runs/TASK-RECIPE-TIME.")
     checkpoint_every: int = Field(50, ge=1, description="Optimizer steps between checkpoints, at the end of a batch.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept, beside the best and the last.")
     keep_rollouts: int = Field(0, ge=0, description="Optimizer steps whose stored rollouts are kept; 0: all.")
@@ -53,7 +53,7 @@ class TaskConfig(Section):
 
     model_config = ConfigDict(extra="allow", validate_assignment=True)
 
-    name: str = Field("calculator", description="Name of the task (see `estr tasks`) or module:Class of your own.")
+    name: str = Field("calculator", description="The task; one of your own is module:Class.")
     path: str = Field("", description="Local file with problems, for tasks that read one.")
     tool_timeout: float = Field(30.0, gt=0, description="Seconds one environment step may take.")
 
@@ -94,7 +94,7 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(64, ge=1, description="Action tokens of one assistant turn.")
     max_turns: int = Field(6, ge=1, description="Assistant turns of one trajectory.")
     max_context: int = Field(0, ge=0, description="Tokens of one row; 0: what prompt, turns and model allow.")
-    dtype: str = Field("float32", description="Engine precision: float32, bfloat16 or intN (simulated, N = 2..8).")
+    dtype: str = Field("float32", description="Engine precision; intN is simulated.")
     slots: int = Field(64, ge=1, description="Trajectories decoded at once by one engine.")
     parked: int = Field(
         -1, ge=-1, description="Further rows that keep the cache of waiting trajectories; -1: as slots."
@@ -123,16 +123,16 @@ class ObjectiveConfig(Section):
 
     model_config = ConfigDict(extra="allow", validate_assignment=True)
 
-    recipe: str = Field("estr", description="Name of the objective (see `estr recipes`).")
-    advantage: str = Field("grpo", description="Name of the advantage estimator.")
+    recipe: str = Field("estr", description="The objective.")
+    advantage: str = Field("grpo", description="The advantage estimator.")
     advantage_options: dict[str, Any] = Field(default_factory=dict, description="The estimator's own settings.")
-    reweighting: str = Field("none", description="Rule that changes advantages token by token: stare, papo, gtpo.")
+    reweighting: str = Field("none", description="Rule that changes advantages token by token.")
     reweighting_options: dict[str, Any] = Field(default_factory=dict, description="That rule's own settings.")
-    regularizer: str = Field("none", description="What pays for entropy, under control of a target: aer, tecrl.")
+    regularizer: str = Field("none", description="What pays for entropy, under control of a target.")
     regularizer_options: dict[str, Any] = Field(default_factory=dict, description="The regularizer's own settings.")
-    shaping: list[str] = Field(default_factory=list, description="Changes of the reward, in order: err, overlong.")
+    shaping: list[str] = Field(default_factory=list, description="Changes of the reward, in order.")
     shaping_options: dict[str, dict[str, Any]] = Field(default_factory=dict, description="Settings of each by name.")
-    selection: str = Field("none", description="Rule that decides which trajectories train: dapo, aepo.")
+    selection: str = Field("none", description="Rule that decides which trajectories train.")
     selection_options: dict[str, Any] = Field(default_factory=dict, description="That rule's own settings.")
     calibration: str = Field("", description='File of `estr calibrate` that tau = "calibrated" reads.')
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL divergence to the starting model.")
@@ -157,9 +157,7 @@ class LearnerConfig(Section):
     epochs: int = Field(1, ge=1, description="Passes over one rollout batch.")
     tokens_per_microbatch: int = Field(2048, ge=1, description="Tokens of one forward pass.")
     max_grad_norm: float = Field(1.0, ge=0, description="Gradient norm above which gradients are scaled; 0: never.")
-    controllers: list[str] = Field(
-        default_factory=list, description="Rules on gradient and learning rate, in order: vcpo, gac, rq, fixed_norm."
-    )
+    controllers: list[str] = Field(default_factory=list, description="Rules on gradient and learning rate, in order.")
     controller_options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Settings of each controller by name."
     )

@@ -9,7 +9,7 @@ from estr.config.objective_section import build_objective
 from estr.config.sections import Config, ObjectiveConfig, RolloutConfig
 from estr.errors import UsageError, nearest
 
-_DTYPES = ("float32", "bfloat16", *(f"int{bits}" for bits in range(8, 1, -1)))
+DTYPES = ("float32", "bfloat16", *(f"int{bits}" for bits in range(8, 1, -1)))
 
 _RECORDING = ("local",)  # engines that record the support and the most likely tokens
 _TOPK = frozenset({"topk_ids", "behavior_topk_logprob", "topk_logprob"})
@@ -34,7 +34,7 @@ def validate_config(config: Config, *, training: bool = True) -> list[str]:
 
 def check_rollout_dtype(rollout: RolloutConfig) -> None:
     """Refuse an engine precision that is not float32, bfloat16 or int2 to int8."""
-    if rollout.dtype not in _DTYPES:
+    if rollout.dtype not in DTYPES:
         raise UsageError(
             f"rollout.dtype: there is no engine precision {rollout.dtype!r}{_nearest_dtype(rollout.dtype)}"
         )
@@ -43,7 +43,7 @@ def check_rollout_dtype(rollout: RolloutConfig) -> None:
 def _nearest_dtype(name: str) -> str:
     if re.fullmatch(r"u?int\d+", name):
         return "; whole-number precisions are int2 to int8"
-    return nearest(name, _DTYPES)
+    return nearest(name, DTYPES)
 
 
 def _check_built(config: Config) -> None:

@@ -153,3 +153,44 @@ def test_the_fuzzer_finds(read, told, tmp_path, monkeypatch):
     assert len(found.wrong) == 1
     assert told in found.wrong[0]["error"]
     assert (b"<" in bytes.fromhex(found.wrong[0]["input"])) == (read is not _undocumented)
+
+
+HOARDERS = """
+import json, mmap, resource, signal, sys
+from pathlib import Path
+import fuzz
+from fuzz_readers import Reader
+
+def touches(size):
+    def read(data, place):
+        if b"<" in data:
+            with mmap.mmap(-1, size) as pages:
+                for at in range(0, size, mmap.PAGESIZE):
+                    pages[at] = 1
+    return read
+
+def asks_for_more_than_there_is(data, place):
+    assert b"<" not in data or bytearray(fuzz.ADDRESS_SPACE)
+
+resource.setrlimit(resource.RLIMIT_AS, (fuzz.ADDRESS_SPACE, fuzz.ADDRESS_SPACE))
+signal.signal(signal.SIGPROF, fuzz._too_slow)
+fuzz.MEMORY = 64 << 20
+for read in (touches(8 << 20), touches(192 << 20), asks_for_more_than_there_is):
+    found = fuzz.fuzz("planted", Reader(read, [b"a"], [b"<"], (ValueError,)), 200, 0, Path(sys.argv[1]))
+    print(json.dumps(vars(found)))
+"""
+
+
+def test_the_fuzzer_finds_what_takes_too_much_memory(tmp_path):
+    """Pages straight from the kernel, far from the bound, in a process of its own: no allocator has a say in it."""
+    command = [sys.executable, "-W", "ignore", "-c", HOARDERS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(fuzz.__file__).parent)
+    assert done.returncode == 0, done.stderr
+    little, much, refused = map(json.loads, done.stdout.splitlines())
+    assert little["wrong"] == []
+    assert 7 << 20 <= little["memory"] < 64 << 20
+    assert "of memory for" in much["wrong"][0]["error"]
+    assert much["memory"] >= 190 << 20
+    assert "MemoryError" in refused["wrong"][0]["error"]
+    for found in (much, refused):
+        assert [b"<" in bytes.fromhex(one["input"]) for one in found["wrong"]] == [True]

@@ -91,6 +91,7 @@ class Driver:
     command: Command = estr_command
     keep_checkpoints: bool = True
     modules: Path | None = None  # where modules of the user's own lie
+    train: bool = True  # False: leave what has not ended as it is
 
     def __call__(self, runs: Iterable[PlannedRun]) -> dict[str, Status]:
         """Run them all; name → status, each finished, diverged or failed.
@@ -100,7 +101,7 @@ class Driver:
             Interrupted: SIGINT or SIGTERM came; the runs have written their checkpoints.
         """
         statuses = [self._status(run) for run in runs]
-        waiting = [status for status in statuses if status.state == "waiting"]
+        waiting = [status for status in statuses if status.state == "waiting" and self.train]
         active: list[_Active] = []
         started = time.monotonic()
         with Interrupts() as interrupts:

@@ -96,10 +96,11 @@ class Plan:
 
     def config(self, entry: Entry, seed: int, point: Point = Point()) -> Config:
         """The whole configuration of one cell."""
+        study = self.study
+        sets = _arguments({**ONE_THREAD, **flatten(study.section.set)}) + list(study.sets)
         # what a variant sets itself stays its own at every point of a sweep
-        settings = {**ONE_THREAD, **flatten(self.study.section.set), **point.settings, **entry.settings}
-        settings |= {"run.seed": seed, "run.output": ""}
-        config, notices = self._load(settings, entry)
+        sets += _arguments({**point.settings, **entry.settings, "run.seed": seed, "run.output": ""})
+        config, notices = self._load(sets, entry)
         self.notices += [notice for notice in notices if "left out" not in notice and notice not in self.notices]
         return config
 
@@ -111,14 +112,14 @@ class Plan:
             self._by_content[content] = PlannedRun(self._name(f"{prefix}{entry.label}{where}-s{seed}"), config)
         return self._by_content[content]
 
-    def _load(self, settings: Settings, entry: Entry) -> tuple[Config, list[str]]:
+    def _load(self, sets: list[str], entry: Entry) -> tuple[Config, list[str]]:
         study = self.study
         sys.path.append(os.path.abspath(study.path.parent))  # a recipe of the user's own lies beside the study
         with tempfile.TemporaryDirectory(prefix="estr-compare-") as folder:
             base = Path(folder) / study.base.name
             base.write_text(study.base_text, encoding="utf-8")
             try:
-                config, notices = load_config(base, [set_argument(key, value) for key, value in settings.items()])
+                config, notices = load_config(base, sets)
                 return config, [*notices, *validate_config(config)]
             except UsageError as error:
                 told = str(error).replace(os.fspath(base), os.fspath(study.base))
@@ -133,6 +134,10 @@ class Plan:
             name, number = f"{base}-{number}", number + 1
         self._names.add(name)
         return name
+
+
+def _arguments(settings: Settings) -> list[str]:
+    return [set_argument(key, value) for key, value in settings.items()]
 
 
 def identity(config: Config) -> str:

@@ -23,6 +23,11 @@ class Interval:
     high: float | None
     count: int
 
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The interval, where there is one."""
+        return (self.low, self.high) if self.low is not None and self.high is not None else None
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -36,9 +41,14 @@ class Difference:
     count: int
 
     @property
+    def ends(self) -> tuple[float, float] | None:
+        """The interval, where there is one."""
+        return (self.low, self.high) if self.low is not None and self.high is not None else None
+
+    @property
     def decided(self) -> bool:
         """Whether the corrected interval excludes 0."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        return self.ends is not None and (self.ends[0] > 0 or self.ends[1] < 0)
 
 
 def t_quantile(probability: float, freedom: int) -> float:

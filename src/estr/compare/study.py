@@ -80,6 +80,7 @@ class StudyFile:
     section: CompareSection
     base: Path  # a configuration file without [compare]
     base_text: str  # its text
+    sets: tuple[str, ...] = ()  # section.key=value, over both
 
     @property
     def name(self) -> str:
@@ -90,10 +91,11 @@ def read_study(
     path: str | os.PathLike[str],
     recipes: Iterable[str] | None = None,
     seeds: Iterable[int] | None = None,
+    sets: Iterable[str] = (),
 ) -> StudyFile:
     """Read a study, or an ordinary configuration, which is a study with every setting of [compare] at its default.
 
-    ``recipes`` and ``seeds`` replace those of the file.
+    ``recipes`` and ``seeds`` replace those of the file; ``sets`` (as of ``--set``) hold for every run.
 
     Raises:
         UsageError: the file cannot be read, or [compare] holds something unknown or invalid.
@@ -107,14 +109,14 @@ def read_study(
         section.seeds = list(seeds)
     _check(section, os.fspath(path))
     if not section.config:
-        return StudyFile(source, section, source, without_section(text, content))
+        return StudyFile(source, section, source, without_section(text, content), tuple(sets))
     beside = [name for name in content if name != "compare"]
     if beside:
         raise UsageError(
             f"{path}: compare.config names the configuration, so [{beside[0]}] belongs there or in [compare.set]"
         )
     base = source.parent / section.config
-    return StudyFile(source, section, base, read_toml(base)[1])
+    return StudyFile(source, section, base, read_toml(base)[1], tuple(sets))
 
 
 def without_section(text: str, content: Mapping[str, Any]) -> str:

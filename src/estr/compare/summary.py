@@ -81,8 +81,8 @@ def summarize(
         baseline=baseline,
         rows=rows,
         final=final,
-        failed=[statuses[run] for run in used if statuses[run].state not in ENDED],
-        notes=[*notes, *_run_notes(results)],
+        failed=[statuses[run] for run in used if statuses[run].state == "failed"],
+        notes=[*notes, *_missing(statuses, used), *_run_notes(results)],
         seconds=sum(result.seconds for result in results.values() if math.isfinite(result.seconds)),
     )
     for point in points:
@@ -171,6 +171,11 @@ def _row_json(row: Row) -> dict[str, Any]:
             for seed, run in row.runs.items()
         ],
     }
+
+
+def _missing(statuses: Mapping[str, Status], used: Sequence[str]) -> list[str]:
+    missing = [run for run in used if statuses[run].state == "waiting"]
+    return [f"{len(missing)} of {len(used)} runs have not ended and are left out."] if missing else []
 
 
 def _run_notes(results: Mapping[str, RunResult]) -> list[str]:

@@ -1,0 +1,71 @@
+"""What an engine reserves in a cluster, as a placement group of its own, so that engines can come and go one by one.
+
+An engine of several processes has a bundle for each in its group; ranks of a learner would be the bundles of one group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from estr.config.sections import RuntimeConfig
+
+_LEARNER_WAIT = 5.0  # seconds
+_ON_NODE_WAIT = 5.0
+
+
+def engine_needs(runtime: RuntimeConfig, threads: int) -> dict[str, float]:
+    """Resources of one engine by Ray's names."""
+    needs = {"CPU": float(threads), **runtime.engine_resources}
+    return needs | ({"GPU": runtime.engine_gpus} if runtime.engine_gpus else {})
+
+
+class Reservation:
+    """Room for the bundles ``needs``, close together; there is none until ``wait`` says so."""
+
+    def __init__(self, needs: Sequence[Mapping[str, float]]) -> None:
+        self._needs = [dict(bundle) for bundle in needs]
+        self._group = placement_group(self._needs, strategy="PACK")
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the room is there; waits for it."""
+        return bool(self._group.wait(seconds))
+
+    def options(self, bundle: int = 0) -> dict[str, Any]:
+        """Options of an actor that takes the whole of a bundle."""
+        needs = dict(self._needs[bundle])
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        options = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0), "resources": needs}
+        return {**options, "scheduling_strategy": strategy, "max_restarts": 0}
+
+    def free(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            remove_placement_group(self._group)
+
+
+def reserve_for_driver(cpus: float) -> Reservation | None:
+    """Room for the learner's threads on the driver's node, so that engines are not put in its way; None where that node
+    has none to give."""
+    here = f"node:{ray.util.get_node_ip_address()}"
+    reservation = Reservation([{"CPU": cpus, here: 0.001}])
+    if reservation.wait(_LEARNER_WAIT):
+        return reservation
+    reservation.free()
+    return None
+
+
+def on_node(node: str, here: str, function: Any, *arguments: Any) -> Any:
+    """What ``function`` gives on a node; None where it cannot be asked in time."""
+    if node == here:
+        return function(*arguments)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(function).options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
+    try:
+        return ray.get(task.remote(*arguments), timeout=_ON_NODE_WAIT)
+    except (ray.exceptions.RayError, TimeoutError):
+        return None

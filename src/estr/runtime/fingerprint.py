@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -38,6 +40,7 @@ FREE = (
 what. More steps, for example, make a run longer."""
 
 _PROBLEMS = 4  # first training problems that are compared
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _WHOLE = 1 << 26  # bytes; of larger files the size, the head and the tail are compared
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 _PACKAGES = ("estr", "torch", "transformers")
@@ -106,9 +109,26 @@ def _task_parts(config: Config, task: Task) -> Iterator[tuple[str, str]]:
 def _problem(task: Task, index: int) -> bytes:
     try:
         problem = task.train_problem(index)
+        answer = _canonical(problem.answer)
     except Exception as error:  # whoever needs the problem will say what is wrong with it
         return type(error).__name__.encode()
-    return json.dumps([problem.task_id, problem.prompt, repr(problem.answer)]).encode()
+    return json.dumps([problem.task_id, problem.prompt, answer]).encode()
+
+
+def _canonical(value: Any) -> str:
+    """The ``repr`` of plain data, but the same in every process: sets in order, objects without their addresses."""
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__}({', '.join(sorted(map(_canonical, value)))})"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{_canonical(key)}: {_canonical(item)}' for key, item in value.items())}}}"
+    if type(value) is list:
+        return f"[{', '.join(map(_canonical, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(_canonical, value))}{',' if len(value) == 1 else ''})"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (f"{field.name}={_canonical(getattr(value, field.name))}" for field in dataclasses.fields(value))
+        return f"{type(value).__qualname__}({', '.join(fields)})"
+    return _ADDRESS.sub("", repr(value))
 
 
 def _model_files(model: Path) -> list[Path]:

@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
+from estr.errors import RunError
 from estr.runtime.calls import read_calls
 from estr.runtime.messages import Died, Event, Job, Ready
 from estr.runtime.worker import SIGNALS, WorkerSpec, worker_main
@@ -92,6 +94,14 @@ class WorkerHandle:
                 self._connection.send(message)
 
     def send_job(self, job: Job) -> None:
+        """Hand a job over; raises RunError where its problem cannot be sent to another process."""
+        try:
+            ForkingPickler.dumps(job)
+        except Exception as error:
+            raise RunError(
+                f"problem {job.problem.task_id} cannot be sent to an engine process ({type(error).__name__}: {error}); "
+                "its answer and info must be plain data"
+            ) from error
         self.jobs[job.key] = job
         self.send(job)
 

@@ -173,7 +173,24 @@ class LearnerConfig(Section):
 
 
 class RuntimeConfig(Section):
-    kind: Literal["local", "ray"] = Field("local", description="Where processes run.")
+    kind: Literal["local", "ray"] = Field("local", description="Where processes run; ray needs estr[ray].")
+    address: str = Field(
+        "",
+        description="Ray: host:port of a cluster to join, or auto; there, engines = 0 stands for as many as it has room "
+        "for at each moment. Empty: a cluster on this machine, for this run alone.",
+    )
+    engine_gpus: float = Field(
+        0.0, ge=0, le=1_024, description="Ray: GPUs one engine reserves, beside engine_threads CPUs."
+    )
+    engine_resources: dict[str, float] = Field(
+        default_factory=dict, description="Ray: resources of your own that one engine reserves, by name."
+    )
+    object_store: float = Field(
+        0.0,
+        ge=0,
+        le=1_000_000,
+        description="Ray: GiB of shared memory of a cluster that is started; 0: four times the weights, plus 0.25.",
+    )
     engines: int = Field(0, ge=0, description="Engine processes; 0: one in async, one per core in sync.")
     engine_timeout: float = Field(
         120.0, gt=0, description="Seconds without a sign of life after which an engine process is replaced."

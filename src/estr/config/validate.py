@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 from estr.config.combinations import check_combinations
 from estr.config.objective_section import build_objective
-from estr.config.sections import Config, ObjectiveConfig, RolloutConfig
-from estr.errors import UsageError, nearest
+from estr.config.sections import Config, ObjectiveConfig, RolloutConfig, RuntimeConfig
+from estr.errors import MissingExtraError, UsageError, nearest
 
 DTYPES = ("float32", "bfloat16", *(f"int{bits}" for bits in range(8, 1, -1)))
 
@@ -25,11 +26,12 @@ def validate_config(config: Config, *, training: bool = True) -> list[str]:
     check_rollout_dtype(config.rollout)
     if not training:
         return []
+    _check_ray(config.runtime)
     check_sampling(config.rollout)
     _check_recorded(config)
     _check_batch(config)
     _check_schedule(config)
-    return [*_group_warnings(config), *check_combinations(config)]
+    return [*_ray_warnings(config.runtime), *_group_warnings(config), *check_combinations(config)]
 
 
 def check_rollout_dtype(rollout: RolloutConfig) -> None:
@@ -49,8 +51,29 @@ def _nearest_dtype(name: str) -> str:
 def _check_built(config: Config) -> None:
     if config.rollout.engine != "local":
         raise UsageError(f'rollout.engine = "{config.rollout.engine}" is not built yet; use "local"')
-    if config.runtime.kind != "local":
-        raise UsageError(f'runtime.kind = "{config.runtime.kind}" is not built yet; use "local"')
+
+
+def _check_ray(runtime: RuntimeConfig) -> None:
+    """Refuse a run under Ray where it is not installed, and addresses that no driver can join."""
+    if runtime.kind == "ray":
+        if importlib.util.find_spec("ray") is None:
+            raise MissingExtraError("ray", "ray")
+        if "://" in runtime.address:
+            raise UsageError(
+                f"runtime.address = {runtime.address!r} is refused: the learner runs where the command runs, which must "
+                'be a node of the cluster; start it there with the address of the head, host:port, or "auto"'
+            )
+
+
+def _ray_warnings(runtime: RuntimeConfig) -> list[str]:
+    """One line that names keys for Ray that were given and are not used."""
+    keys = ("address", "engine_gpus", "engine_resources", "object_store")
+    given = [key for key in keys if getattr(runtime, key) != RuntimeConfig.model_fields[key].get_default(call_default_factory=True)]
+    unused = given if runtime.kind == "local" else ["object_store"] * (runtime.address != "" and "object_store" in given)
+    if not unused:
+        return []
+    where = "a cluster that is joined" if runtime.address and runtime.kind == "ray" else f'runtime.kind = "{runtime.kind}"'
+    return [f"{where} does not use {', '.join(f'runtime.{key}' for key in unused)}"]
 
 
 def check_sampling(rollout: RolloutConfig) -> None:
@@ -114,7 +137,7 @@ def _check_schedule(config: Config) -> None:
             f"schedule.max_staleness = {schedule.max_staleness} cannot hold: a rollout batch takes {updates} optimizer "
             f"steps (minibatches × epochs) and the last is {updates - 1} behind; set it to {updates - 1} or more"
         )
-    if schedule.mode == "lockstep" and config.runtime.engines > 1:
+    if schedule.mode == "lockstep" and config.runtime.engines > 1 and config.runtime.kind == "local":
         raise UsageError(
             f"runtime.engines = {config.runtime.engines} is refused in lockstep, which keeps one engine inside the "
             "learner's process; use 1 or 0"

@@ -56,7 +56,7 @@ def test_recipes_on_the_likely_tokens_need_them_recorded(recipe):
         (["schedule.mode=lockstep", "runtime.engines=2"], "engines = 2 is refused in lockstep"),
         (["rollout.engine=vllm"], "not built yet"),
         (["rollout.group_size=1", "rollout.sampler=mixed_cuts"], r"splits each group .* rollout.group_size is 1"),
-        (["runtime.kind=ray"], "not built yet"),
+        (["runtime.kind=ray", "runtime.address=ray://head:10001"], "runtime.address = 'ray://head:10001' is refused"),
         (["rollout.dtype=int9"], "int2 to int8"),
         (["rollout.dtype=int1"], "int2 to int8"),
         (["rollout.dtype=bfloat"], "did you mean 'bfloat16'"),

@@ -260,6 +260,11 @@ def _check_first_problems(config: Config, task: Task, loaded: LoadedModel) -> No
 
 
 def _make_pool(config: Config, task: Task, loaded: LoadedModel, path: Path, position: Position, spool: Path) -> Pool:
+    if config.runtime.kind == "ray":
+        from estr.runtime.cluster.start import ray_pool
+
+        sizes = {"engines": engine_count(config), "learner_threads": learner_threads(config)}
+        return ray_pool(config, path, merged_state(loaded.model), position.window, **sizes)
     if config.schedule.mode != "lockstep":
         tensors = merged_state(loaded.model)
         threads, modules = config.runtime.engine_threads, [type(base_model(loaded.model)).__module__]

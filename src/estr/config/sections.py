@@ -176,8 +176,8 @@ class RuntimeConfig(Section):
     kind: Literal["local", "ray"] = Field("local", description="Where processes run; ray needs estr[ray].")
     address: str = Field(
         "",
-        description="Ray: host:port of a cluster to join, or auto; there, engines = 0 stands for as many as it has room "
-        "for at each moment. Empty: a cluster on this machine, for this run alone.",
+        description="Ray: host:port of a cluster to join, or auto; there, engines = 0 stands for as many as it has "
+        "room for at each moment. Empty: a cluster on this machine, for this run alone.",
     )
     engine_gpus: float = Field(
         0.0, ge=0, le=1_024, description="Ray: GPUs one engine reserves, beside engine_threads CPUs."

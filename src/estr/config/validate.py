@@ -60,20 +60,21 @@ def _check_ray(runtime: RuntimeConfig) -> None:
             raise MissingExtraError("ray", "ray")
         if "://" in runtime.address:
             raise UsageError(
-                f"runtime.address = {runtime.address!r} is refused: the learner runs where the command runs, which must "
-                'be a node of the cluster; start it there with the address of the head, host:port, or "auto"'
+                f"runtime.address = {runtime.address!r} is refused: the learner runs where the command runs, which "
+                'must be a node of the cluster; start it there with the address of the head, host:port, or "auto"'
             )
 
 
 def _ray_warnings(runtime: RuntimeConfig) -> list[str]:
     """One line that names keys for Ray that were given and are not used."""
+    defaults = RuntimeConfig()
     keys = ("address", "engine_gpus", "engine_resources", "object_store")
-    given = [key for key in keys if getattr(runtime, key) != RuntimeConfig.model_fields[key].get_default(call_default_factory=True)]
-    unused = given if runtime.kind == "local" else ["object_store"] * (runtime.address != "" and "object_store" in given)
-    if not unused:
-        return []
-    where = "a cluster that is joined" if runtime.address and runtime.kind == "ray" else f'runtime.kind = "{runtime.kind}"'
-    return [f"{where} does not use {', '.join(f'runtime.{key}' for key in unused)}"]
+    unused = [key for key in keys if getattr(runtime, key) != getattr(defaults, key)]
+    where = f'runtime.kind = "{runtime.kind}"'
+    if runtime.kind == "ray":
+        unused = [key for key in unused if key == "object_store" and runtime.address]
+        where = "a cluster that is joined"
+    return [f"{where} does not use {', '.join(f'runtime.{key}' for key in unused)}"] if unused else []
 
 
 def check_sampling(rollout: RolloutConfig) -> None:

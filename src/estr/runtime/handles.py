@@ -15,6 +15,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Protocol
 
 from estr.errors import RunError
 from estr.runtime.calls import read_calls
@@ -133,6 +134,16 @@ class WorkerHandle:
         return read_calls(Path(self.spec.calls_path))
 
 
+class Watched(Protocol):
+    """An engine of which signs of life are expected; ``silence`` is set back to 0 when one comes."""
+
+    spec: WorkerSpec
+    ready: bool
+    silence: float
+
+    def give_up(self, reason: str) -> None: ...
+
+
 class Watch:
     """A thread that gives up engine processes which show no sign of life for ``limit`` seconds, or are not ready after
     ``start`` seconds.
@@ -141,7 +152,7 @@ class Watch:
     does not make everything look dead.
     """
 
-    def __init__(self, workers: Callable[[], Sequence[WorkerHandle]], limit: float, start: float) -> None:
+    def __init__(self, workers: Callable[[], Sequence[Watched]], limit: float, start: float) -> None:
         self._workers, self._limit, self._start = workers, limit, start
         self._tick = min(_LONGEST_TICK, limit / 4)
         self._stopped = threading.Event()

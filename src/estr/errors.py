@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import signal
+import threading
 from collections.abc import Iterable
 
 
@@ -22,6 +24,18 @@ class RunError(EstrError):
     """A failure at run time: verifier, worker, disk, divergence (exit status 1)."""
 
     exit_status = 1
+
+
+class StopNow(KeyboardInterrupt):
+    """A signal asked this process to stop at once; a KeyboardInterrupt that is none may come from a user's code."""
+
+
+def asked_to_stop(error: BaseException) -> bool:
+    """Whether ``error`` is a person's interrupt, and not one that a task or an environment raised itself."""
+    if isinstance(error, StopNow):
+        return True
+    plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return isinstance(error, KeyboardInterrupt) and plain and threading.current_thread() is threading.main_thread()
 
 
 class MissingExtraError(UsageError):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from estr.environments.base import Environment, Message, Problem, Reply, Restorable
+from estr.errors import asked_to_stop
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -71,7 +72,9 @@ class Pending(Generic[T]):
             value: T | EnvironmentFailure = call()
         except _InvalidError as error:
             value = EnvironmentFailure(f"{self._what} {error}")
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if asked_to_stop(error):
+                raise
             value = EnvironmentFailure(f"{self._what} raised {_cause(error)}")
         self._finish(value)
 
@@ -121,7 +124,9 @@ def take_state(environment: Environment) -> Any | EnvironmentFailure:
         return json.loads(json.dumps({"state": environment.state()}, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         return EnvironmentFailure(f"{what} returned what JSON cannot hold: {_cause(error)}")
-    except Exception as error:
+    except BaseException as error:
+        if asked_to_stop(error):
+            raise
         return EnvironmentFailure(f"{what} raised {_cause(error)}")
 
 

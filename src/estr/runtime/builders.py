@@ -10,7 +10,7 @@ from estr.engines.local import EngineSettings, LocalEngine
 from estr.engines.samplers import Sampler, samplers
 from estr.environments.base import Problem, Task
 from estr.environments.registry import make_task
-from estr.errors import RunError
+from estr.errors import RunError, asked_to_stop
 from estr.models.conversation import chat_format
 from estr.models.stops import StopTexts
 from estr.runtime.calls import Calls
@@ -28,7 +28,9 @@ def training_problem(task: Task, number: int) -> Problem:
     """The problem of a group; RunError where the task raises."""
     try:
         return task.train_problem(number)
-    except Exception as error:
+    except BaseException as error:
+        if asked_to_stop(error):
+            raise
         raise RunError(f"the task raised {type(error).__name__} for problem {number}: {error}") from error
 
 
@@ -36,7 +38,9 @@ def held_out_problems(task: Task, count: int) -> list[Problem]:
     """Problems to evaluate on; RunError where the task raises or has none."""
     try:
         problems = list(task.eval_problems(count))
-    except Exception as error:
+    except BaseException as error:
+        if asked_to_stop(error):
+            raise
         raise RunError(f"the task raised {type(error).__name__} for its held-out problems: {error}") from error
     if not problems:
         raise RunError(f"task {task.name!r} has no held-out problems to evaluate on")

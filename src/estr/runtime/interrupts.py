@@ -7,7 +7,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from estr.errors import EstrError
+from estr.errors import EstrError, StopNow
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -35,7 +35,7 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._asked:
-            raise KeyboardInterrupt
+            raise StopNow
         self._asked = True
 
     def __enter__(self) -> Interrupts:

@@ -18,7 +18,7 @@ from estr.environments.runner import (
     start_reward,
     take_state,
 )
-from estr.errors import EstrError
+from estr.errors import EstrError, asked_to_stop
 from estr.models.conversation import Conversation, Extension
 from estr.runtime.calls import Calls
 from estr.runtime.messages import Failed, Finished, Job, Progress
@@ -97,7 +97,9 @@ class RolloutWorker:
                 environment = self.task.environment()
                 episode = _Episode(job, seed, environment, None)
                 self._wait_for(episode, self._opening(episode))
-            except Exception as error:
+            except BaseException as error:
+                if asked_to_stop(error):
+                    raise
                 self._results.append(Failed(job, f"making an environment raised {type(error).__name__}: {error}"))
                 return
             self._episodes[job.key] = episode

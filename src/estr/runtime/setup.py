@@ -13,7 +13,7 @@ from torch import Tensor
 
 from estr.config import Config
 from estr.environments.base import Task
-from estr.errors import UsageError
+from estr.errors import UsageError, asked_to_stop
 from estr.learner.learner import Learner, needs_reference
 from estr.learner.rollouts import minibatch_plan
 from estr.models.builtin import resolve_model
@@ -249,7 +249,9 @@ def _check_first_problems(config: Config, task: Task, loaded: LoadedModel) -> No
             return
         try:
             messages = environment.reset(problem, 0)
-        except Exception:  # a failed episode: the run knows what to do with it
+        except BaseException as error:  # a failed episode: the run knows what to do with it
+            if asked_to_stop(error):
+                raise
             return
         prompt = Conversation(loaded.tokenizer, messages).prompt_ids
         if len(prompt) >= room:

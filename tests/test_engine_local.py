@@ -145,6 +145,74 @@ def test_siblings_share_the_prefill_of_their_prompt() -> None:
     assert len(texts) > 1
 
 
+def test_later_siblings_copy_a_prompt_that_another_still_holds() -> None:
+    model = make_model()
+    engine = make_engine(model, slots=2, parked=0, prefill_rows=1)
+    prompt = list(range(20))
+    for i in range(6):
+        engine.start(f"k{i}", prompt, seed=i, limit=3 + 2 * i)
+    while engine.busy:
+        for turn in engine.step():
+            check(model, engine.release(turn.key))
+    assert engine.counters.prefilled_tokens == 20
+    assert engine.counters.shared_tokens == 5 * 20
+
+
+def test_fault_D1_a_sibling_after_a_sync_does_not_copy_the_old_prompt() -> None:
+    engine = make_engine(make_model(0))
+    engine.start("a", [1, 2, 3], seed=0, limit=30)
+    engine.step()
+    engine.set_weights(1, state(make_model(1)))
+    engine.start("b", [1, 2, 3], seed=1, limit=5)
+    run(engine)
+    assert engine.counters.shared_tokens == 0
+    check(make_model(1), engine.release("b"))
+
+
+def test_a_row_that_went_on_elsewhere_is_no_source_of_its_old_prompt() -> None:
+    model = make_model()
+    engine = make_engine(model)
+    engine.start("a", [1, 2, 3], seed=0, limit=4)
+    run(engine)
+    engine.fork("a", [1, 7, 8, 9], seed=1, limit=30)
+    engine.step()
+    engine.start("b", [1, 2, 3], seed=2, limit=5)
+    run(engine)
+    check(model, engine.release("b"))
+    check(model, engine.release("a"))
+
+
+def test_a_later_turn_of_a_row_does_not_change_its_prompt() -> None:
+    model = make_model()
+    engine = make_engine(model)
+    engine.start("a", [1, 2, 3], seed=0, limit=4)
+    run(engine)
+    engine.extend("a", [7, 8], seed=1, limit=4)
+    run(engine)
+    engine.start("b", [1, 2, 3], seed=2, limit=5)
+    run(engine)
+    assert engine.counters.shared_tokens == 3
+    check(model, engine.release("b"))
+
+
+def test_few_pending_rows_wait_for_others_but_not_long() -> None:
+    engine = make_engine(slots=8, prefill_rows=3, prefill_wait=2, end_ids=())
+    engine.start("a", [1, 2, 3], seed=0, limit=50)
+    engine.step()
+    engine.start("b", [4, 5, 6], seed=0, limit=50)
+    sampled = []
+    for _ in range(4):
+        before = engine.counters.prefilled_tokens
+        engine.step()
+        sampled.append(engine.counters.prefilled_tokens - before)
+    assert sampled == [0, 0, 3, 0]
+    for i in range(3):
+        engine.start(f"c{i}", [7, 8, i], seed=0, limit=50)
+    before = engine.counters.prefilled_tokens
+    engine.step()
+    assert engine.counters.prefilled_tokens - before == 9, "enough of them do not wait"
+
+
 def test_a_seed_decides_a_trajectory_whatever_runs_beside_it() -> None:
     alone = make_engine()
     alone.start("x", [1, 2, 3], seed=42, limit=20)

@@ -62,7 +62,9 @@ class SlotCache(Cache):
         self._count = len(rows) if isinstance(rows, Tensor) else rows
         self._positions = positions
         self._width = width
-        self._index = (self._rows if self._rows is not None else torch.arange(self._count))[:, None]
+        self._index = (self._rows if self._rows is not None else torch.arange(self._count, device=positions.device))[
+            :, None
+        ]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -96,6 +98,14 @@ class SlotCache(Cache):
                 held = store[a, :, :width].clone()
                 store[a, :, :width] = store[b, :, :width]
                 store[b, :, :width] = held
+
+    def move(self, source: int, row: int, width: int) -> None:
+        """Copy the first ``width`` columns of ``source`` to ``row``."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                for store in (layer.keys, layer.values):
+                    assert store is not None
+                    store[row, :, :width] = store[source, :, :width]
 
     def copy(self, source: int, rows: Tensor, width: int) -> None:
         """Copy the first ``width`` columns of ``source`` to every row of ``rows``: siblings share a prompt."""

@@ -8,7 +8,7 @@ kept at the front of the cache, so that a decode step reads it without copying.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from estr.engines.cache import SlotCache
+from estr.engines.forward import EngineModel
+from estr.engines.prompts import Prompt, Prompts
 from estr.engines.rows import RowStore
 from estr.engines.sampler import Sampled, sample, uniforms
 from estr.engines.samplers import Sampler, Standard, draw
+from estr.engines.seats import Row, Seats, VersionRule
 from estr.engines.weights import EngineWeights
-from estr.models.forward import base_model, head_of, prepare_model
 from estr.models.stops import StopTexts
 from estr.trajectory import Segment
-
-VersionRule = Callable[[int], int]
-"""Action index of a trajectory → version that must sample it (lockstep)."""
 
 TurnEnd = Literal["stop", "length", "context"]
 
@@ -49,18 +48,6 @@ class EngineCounters:
     prefilled_tokens: int = 0
     shared_tokens: int = 0  # prompt tokens a sibling's prefill saved
     syncs: int = 0
-
-
-@dataclass
-class _Row:
-    key: str
-    index: int
-    limit: int = 0
-    turn_start: int = 0
-    actions: int = 0  # sampled in this trajectory, over all its rows and turns
-    rule: VersionRule | None = None
-    cached_under: int = -1  # version that its cache was last computed under
-    state: Literal["pending", "active", "parked"] = "pending"
 
 
 @dataclass
@@ -92,6 +79,8 @@ class EngineSettings:
     kv: Literal["keep", "recompute"] = "keep"
     max_context: int = 1024
     prefill_tokens: int = 8192  # padded tokens prefilled between two decode steps
+    prefill_rows: int = 4  # rows that are worth a prefill while others are decoded; fewer wait for more to come, but
+    prefill_wait: int = 4  # no longer than so many decode steps
     end_ids: Sequence[int] = field(default_factory=tuple)
     sampler: Sampler | None = None  # None: temperature alone; unused at temperature 0
     topk: int = 0  # most likely tokens recorded with their log μ; 0 or more
@@ -104,25 +93,24 @@ class LocalEngine:
         self.settings = settings
         self.weights = EngineWeights(model, settings.dtype)
         self.counters = EngineCounters()
-        prepare_model(model)
-        self._decoder, self._head = base_model(model).get_decoder(), head_of(model)
+        self._model = EngineModel(model, dtype=settings.dtype, max_context=settings.max_context)
+        self._device = self._model.device
         self._stops = stops
         self._sampler = _needed_sampler(settings)
         self._heated = False  # whether a row with a temperature of its own was ever started
-        vocabulary = self._head.weight.shape[0]
+        vocabulary = self._model.head.weight.shape[0]
         self._end = torch.zeros(vocabulary, dtype=torch.bool)
         self._end[[i for i in settings.end_ids if 0 <= i < vocabulary]] = True
         self._maybe_stop = stops.candidates[:vocabulary] if stops is not None else torch.zeros_like(self._end)
-        self._check = self._end | self._maybe_stop
+        self._check = (self._end | self._maybe_stop).to(self._device)
         rows, columns = settings.slots + settings.parked, min(256, settings.max_context)
-        layers = base_model(model).config.get_text_config().num_hidden_layers
-        self._cache = SlotCache(rows, columns, layers)
-        self._store = RowStore(rows, columns)
-        self._rows: dict[str, _Row] = {}
-        self._at: list[_Row | None] = [None] * rows
-        self._active = 0
+        self._cache = SlotCache(rows, columns, self._model.layers)
+        self._store = RowStore(rows, columns, self._device)
+        self._seats = Seats(rows, self._cache, self._store)
+        self._prompts = Prompts()
         self._queue: deque[_Start] = deque()
-        self._pending: deque[_Row] = deque()
+        self._pending: deque[Row] = deque()
+        self._waited = 0  # decode steps that pending rows have waited for others
 
     # ------------------------------------------------------------------ weights
 
@@ -136,17 +124,25 @@ class LocalEngine:
         self.weights.activate(version)
         self.weights.drop_before(version)
         self.counters.syncs += 1
+        self._prompts.forget()
         if self.settings.kv == "recompute":
             self._forget_cache()
 
     def _forget_cache(self) -> None:
         for row in self._rows.values():
-            self._store.cached[row.index] = 0
-        while self._active:
-            row = self._row_at(self._active - 1)
-            self._active -= 1
-            row.state = "pending"
+            self._forget(row)
+
+    def _forget(self, row: Row) -> None:
+        """Have a row's keys and values computed anew."""
+        row.prompt = None
+        self._store.cached[row.index] = 0
+        if row.state == "active":
+            self._seats.deactivate(row, "pending")
             self._pending.append(row)
+
+    @property
+    def _rows(self) -> dict[str, Row]:
+        return self._seats.rows
 
     # ------------------------------------------------------------------ conversations
 
@@ -197,6 +193,7 @@ class LocalEngine:
         row = self._parked(key)
         segment = self._store.segment(row.index)
         self._reserve(len(tokens) + 1)
+        row.prompt = None
         self._store.clear(row.index)
         self._store.append(row.index, tokens)
         self._begin_turn(row, seed, limit)
@@ -210,7 +207,7 @@ class LocalEngine:
         """End a parked conversation and free its row."""
         row = self._parked(key)
         segment = self._store.segment(row.index)
-        self._free(row)
+        self._seats.free(row)
         return segment
 
     def cancel(self, key: str) -> None:
@@ -219,16 +216,15 @@ class LocalEngine:
         row = self._rows.get(key)
         if row is None:
             return
-        if row.state == "active":
-            self._leave_front(row)
-        if row in self._pending:
+        if row.state == "pending":
             self._pending.remove(row)
-        self._free(row)
+        self._seats.deactivate(row, "parked")
+        self._seats.free(row)
 
     @property
     def busy(self) -> bool:
         """Whether ``step`` has anything to do."""
-        return bool(self._active or self._pending or (self._queue and len(self._rows) < len(self._at)))
+        return bool(self._seats.active or self._pending or (self._queue and self._seats.room))
 
     @property
     def running(self) -> int:
@@ -248,25 +244,24 @@ class LocalEngine:
         return ended
 
     def _seat(self) -> None:
-        while self._queue and len(self._rows) < len(self._at):
+        while self._queue and self._seats.room:
             start = self._queue.popleft()
-            index = next(i for i in range(len(self._at) - 1, -1, -1) if self._at[i] is None)
-            row = _Row(start.key, index, rule=start.rule, actions=start.actions)
-            self._rows[start.key], self._at[index] = row, row
+            row = self._seats.take(start.key, start.rule, start.actions)
             self._reserve(start.length + 1)
-            self._store.clear(index)
             if start.history is not None:
-                self._store.append_segment(index, start.history)
-            self._store.append(index, start.tokens)
-            self._store.explore[index], self._store.heat[index] = start.explore, start.heat
+                self._store.append_segment(row.index, start.history)
+            self._store.append(row.index, start.tokens)
+            self._store.explore[row.index], self._store.heat[row.index] = start.explore, start.heat
             self._heated |= start.heat > 0
             self._begin_turn(row, start.seed, start.limit)
 
-    def _pending_groups(self) -> list[list[_Row]]:
+    def _pending_groups(self) -> list[list[Row]]:
         """Rows to prefill now, in groups that share a version and fit the budget together."""
         self._forget_outdated()
-        groups: dict[int, list[_Row]] = {}
-        budget, seats = self.settings.prefill_tokens, self.settings.slots - self._active
+        groups: dict[int, list[Row]] = {}
+        budget, seats = self.settings.prefill_tokens, self.settings.slots - self._seats.active
+        if self._worth_waiting(seats):
+            return []
         while self._pending and seats > 0 and budget > 0:
             row = self._pending.popleft()
             budget -= int(self._store.length[row.index] - self._store.cached[row.index])
@@ -274,131 +269,126 @@ class LocalEngine:
             groups.setdefault(self._version_for(row), []).append(row)
         return [groups[version] for version in sorted(groups)]
 
+    def _worth_waiting(self, seats: int) -> bool:
+        """Whether a prefill had better wait, because a pass for very few rows costs nearly as much as for many."""
+        few = min(len(self._pending), seats) < self.settings.prefill_rows
+        waits = few and self._seats.active > 0 and self._waited < self.settings.prefill_wait
+        self._waited = self._waited + 1 if waits and self._pending else 0
+        return waits
+
     def _forget_outdated(self) -> None:
         """With imposed versions and kv = "recompute": rows whose version has changed are read again."""
-        if self.settings.kv != "recompute":
+        if self.settings.kv != "recompute" or not self._seats.ruled:
             return
         for row in list(self._rows.values()):
-            if row.rule is None or row.state == "parked" or row.cached_under in (-1, self._version_for(row)):
-                continue
-            self._store.cached[row.index] = 0
-            if row.state == "active":
-                self._leave_front(row)
-                row.state = "pending"
-                self._pending.append(row)
+            if row.rule is not None and row.state != "parked" and row.cached_under not in (-1, self._version_for(row)):
+                self._forget(row)
 
-    def _version_for(self, row: _Row) -> int:
+    def _version_for(self, row: Row) -> int:
         return self.weights.active if row.rule is None else row.rule(row.actions)
 
-    def _prefill(self, rows: list[_Row]) -> list[Turn]:
-        self.weights.activate(self._version_for(rows[0]))
-        leaders, followers = self._siblings(rows)
-        index = torch.tensor([row.index for row in leaders])
-        store = self._store
+    def _prefill(self, rows: list[Row]) -> list[Turn]:
+        version = self._version_for(rows[0])
+        self.weights.activate(version)
+        computed, copied = self._siblings(rows, version)
+        hidden: dict[str, Tensor] = {}
+        if computed:
+            for row, last in zip(computed, self._compute(computed), strict=True):
+                hidden[row.key] = last
+                if row.prompt is not None and row.prompt.hidden is None:
+                    row.prompt.hidden = last
+        for prompt, siblings in copied.items():
+            self._copy(prompt, siblings)
+            hidden |= {row.key: prompt.last for row in siblings}
+        index = self._long([row.index for row in rows])
+        self._store.cached[index] = self._store.length[index]
+        return self._accept(rows, index, torch.stack([hidden[row.key] for row in rows]))
+
+    def _siblings(self, rows: list[Row], version: int) -> tuple[list[Row], dict[Prompt, list[Row]]]:
+        """Rows that are computed, and those whose tokens are, one for one, what another row holds or will hold."""
+        computed: list[Row] = []
+        copied: dict[Prompt, list[Row]] = {}
+        for row in rows:
+            if int(self._store.cached[row.index]):
+                computed.append(row)
+                continue
+            tokens = self._store.row_tokens(row.index)
+            prompt = self._prompts.find(version, tokens.tobytes())
+            if prompt is None:
+                computed.append(row)
+                self._prompts.add(version, tokens.tobytes(), Prompt(len(tokens), row))
+            else:
+                copied.setdefault(prompt, []).append(row)
+        return computed, copied
+
+    def _compute(self, rows: list[Row]) -> Tensor:
+        """Read what is not in the cache yet; the last hidden state [n, D] of each row."""
+        store, index = self._store, self._long([row.index for row in rows])
         cached, length = store.cached[index], store.length[index]
         need = length - cached
-        width = int(need.max())
-        offset = torch.arange(width)
+        offset = torch.arange(int(need.max()), device=self._device)
         real = offset < need[:, None]
         positions = torch.where(real, cached[:, None] + offset, self._cache.columns)
         tokens = store.tokens[index[:, None], torch.where(real, positions, 0)]
-        hidden = self._forward(index, tokens, positions, real, int(length.max()))
-        last = hidden[torch.arange(len(leaders)), need - 1]
+        hidden = self._model(self._cache, index, tokens, positions, real, int(length.max()))
         self.counters.prefilled_tokens += int(need.sum())
-        place = {row.key: i for i, row in enumerate(leaders)}
-        for leader, siblings in followers.items():
-            source, size = self._rows[leader], len(siblings)
-            span = int(store.length[source.index])
-            self._cache.copy(source.index, torch.tensor([row.index for row in siblings]), span)
-            self.counters.shared_tokens += span * size
-        order = [place[row.key] if row.key in place else place[self._leader_of[row.key]] for row in rows]
-        every = torch.tensor([row.index for row in rows])
-        store.cached[every] = store.length[every]
-        return self._accept(rows, every, last[torch.tensor(order)])
+        return hidden[torch.arange(len(rows), device=self._device), need - 1]
 
-    def _siblings(self, rows: list[_Row]) -> tuple[list[_Row], dict[str, list[_Row]]]:
-        """Split rows into those that are computed and those whose prompt is, token for token, that of another one."""
-        leaders: list[_Row] = []
-        followers: dict[str, list[_Row]] = {}
-        seen: dict[bytes, str] = {}
-        self._leader_of: dict[str, str] = {}
+    def _copy(self, prompt: Prompt, rows: list[Row]) -> None:
+        source = prompt.source()
+        assert source is not None
+        self._cache.copy(source.index, self._long([row.index for row in rows]), prompt.length)
         for row in rows:
-            if int(self._store.cached[row.index]):
-                leaders.append(row)
-                continue
-            prompt = self._store.row_tokens(row.index).tobytes()
-            if prompt in seen:
-                followers.setdefault(seen[prompt], []).append(row)
-                self._leader_of[row.key] = seen[prompt]
-            else:
-                seen[prompt] = row.key
-                leaders.append(row)
-        return leaders, followers
+            prompt.add(row)
+        self.counters.shared_tokens += prompt.length * len(rows)
 
     def _decode(self) -> list[Turn]:
         self._forget_outdated()
-        if not self._active:
+        if not self._seats.active:
             return []
-        self._reserve(int(self._store.length[: self._active].max()) + 1)
-        rows = [self._row_at(i) for i in range(self._active)]
-        by_version: dict[int, list[_Row]] = {}
+        rows = self._seats.gather()
+        self.counters.decode_steps += 1
+        if not self._seats.ruled:
+            return self._decode_rows(rows, whole=True)
+        by_version: dict[int, list[Row]] = {}
         for row in rows:
             by_version.setdefault(self._version_for(row), []).append(row)
-        self.counters.decode_steps += 1
         ended: list[Turn] = []
         for version in sorted(by_version):
             self.weights.activate(version)
             ended += self._decode_rows(by_version[version], whole=len(by_version) == 1)
         return ended
 
-    def _decode_rows(self, rows: list[_Row], *, whole: bool) -> list[Turn]:
-        store = self._store
-        index = torch.arange(len(rows)) if whole else torch.tensor([row.index for row in rows])
-        positions = store.length[index] - 1
+    def _decode_rows(self, rows: list[Row], *, whole: bool) -> list[Turn]:
+        store, count = self._store, len(rows)
+        index = torch.arange(count, device=self._device) if whole else self._long([row.index for row in rows])
+        length = store.length[:count] if whole else store.length[index]
+        positions = length - 1
         tokens = store.tokens[index, positions]
-        hidden = self._forward(
-            len(rows) if whole else index, tokens[:, None], positions[:, None], None, int(positions.max()) + 1
+        hidden = self._model(
+            self._cache, count if whole else index, tokens[:, None], positions[:, None], None, int(length.max())
         )
-        store.cached[index] = positions + 1
+        store.cached[index] = length
         return self._accept(rows, index, hidden[:, 0])
 
-    def _forward(
-        self, rows: Tensor | int, tokens: Tensor, positions: Tensor, real: Tensor | None, width: int
-    ) -> Tensor:
-        """Hidden states [n, Q, D]; padding queries (``real`` False) attend to column 0 and write to scratch."""
-        self._cache.target(rows, positions, width)
-        reach = positions if real is None else torch.where(real, positions, 0)
-        hidden_keys = torch.arange(width) > reach[:, :, None]
-        mask = torch.zeros(hidden_keys.shape, dtype=self._head.weight.dtype).masked_fill_(hidden_keys, float("-inf"))
-        output = self._decoder(
-            input_ids=tokens,
-            position_ids=reach,
-            attention_mask=mask[:, None],
-            cache=self._cache,
-            use_cache=True,
-        )
-        hidden: Tensor = output.last_hidden_state
-        return hidden
-
-    def _accept(self, rows: list[_Row], index: Tensor, hidden: Tensor) -> list[Turn]:
+    def _accept(self, rows: list[Row], index: Tensor, hidden: Tensor) -> list[Turn]:
         """Sample from the hidden states [n, D] of ``rows`` and file the tokens; returns the turns that ended."""
         store = self._store
-        length = store.length[index]
-        turn = store.turn_start[index]
-        sampled = self._sample(index, self._head.logits(hidden), length - turn)
+        length, turn = store.length[index], store.turn_start[index]
+        sampled = self._sample(index, self._model.head.logits(hidden), length - turn)
         self._reserve(int(length.max()) + 1)
         store.put(index, length, sampled, self.weights.active)
         self.counters.sampled_tokens += len(rows)
-        for row in rows:
-            row.actions += 1
-            row.cached_under = self.weights.active
+        if self._seats.ruled:
+            for row in rows:
+                row.actions += 1
+                row.cached_under = self.weights.active
         full = (length + 1 - turn >= store.limit[index]) | (length + 1 >= self.settings.max_context)
         flagged = (self._check[sampled.token] | full).nonzero()[:, 0].tolist()
-        ended = [end for i in flagged if (end := self._ended(rows[i])) is not None]
         for row in rows:
             if row.state == "pending":
-                self._join_front(row)
-        return ended
+                self._seats.activate(row)
+        return [end for i in flagged if (end := self._ended(rows[i])) is not None]
 
     def _sample(self, index: Tensor, logits: Tensor, position: Tensor) -> Sampled:
         uniform = self._store.uniform[index, position]
@@ -408,7 +398,10 @@ class LocalEngine:
         heat = self._store.heat[index] if self._heated else None
         return draw(sampler, logits, position, self._store.explore[index], uniform, self.settings.topk, heat)
 
-    def _ended(self, row: _Row) -> Turn | None:
+    def _long(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, device=self._device)
+
+    def _ended(self, row: Row) -> Turn | None:
         store = self._store
         length = int(store.length[row.index])
         tokens = store.tokens[row.index, row.turn_start : length].tolist()
@@ -422,56 +415,23 @@ class LocalEngine:
             end = "length"
         else:
             return None
-        if row.state == "active":
-            self._leave_front(row)
-        row.state = "parked"
+        self._seats.deactivate(row, "parked")
         return Turn(row.key, tokens, end)
 
     # ------------------------------------------------------------------ rows
 
-    def _begin_turn(self, row: _Row, seed: int, limit: int) -> None:
+    def _begin_turn(self, row: Row, seed: int, limit: int) -> None:
         row.turn_start = int(self._store.length[row.index])
         row.limit = limit
         self._store.begin_turn(row.index, limit, uniforms(seed, limit))
         row.state = "pending"
         self._pending.append(row)
 
-    def _parked(self, key: str) -> _Row:
+    def _parked(self, key: str) -> Row:
         row = self._rows[key]
         if row.state != "parked":
             raise ValueError(f"{key!r} is {row.state}, not parked")
         return row
-
-    def _row_at(self, index: int) -> _Row:
-        row = self._at[index]
-        assert row is not None
-        return row
-
-    def _join_front(self, row: _Row) -> None:
-        self._swap(row.index, self._active)
-        self._active += 1
-        row.state = "active"
-
-    def _leave_front(self, row: _Row) -> None:
-        self._active -= 1
-        self._swap(row.index, self._active)
-
-    def _swap(self, a: int, b: int) -> None:
-        if a == b:
-            return
-        width = int(torch.maximum(self._store.length[a], self._store.length[b]))
-        self._cache.swap(a, b, width)
-        self._store.swap(a, b)
-        self._at[a], self._at[b] = self._at[b], self._at[a]
-        for index in (a, b):
-            row = self._at[index]
-            if row is not None:
-                row.index = index
-
-    def _free(self, row: _Row) -> None:
-        self._at[row.index] = None
-        self._store.clear(row.index)
-        del self._rows[row.key]
 
     def _reserve(self, columns: int) -> None:
         if columns > self._cache.columns:
@@ -491,11 +451,10 @@ class LocalEngine:
     @torch.no_grad()
     def canary(self, tokens: Sequence[int]) -> np.ndarray:
         """log μ of ``tokens[1:]`` under the active weights, computed without the cache, float32 [len - 1]."""
-        ids = torch.tensor([list(tokens)])
-        hidden = self._decoder(input_ids=ids, position_ids=torch.arange(len(tokens))[None], use_cache=False)
-        logits = self._head.logits(hidden.last_hidden_state[0, :-1]) / (self.settings.temperature or 1.0)
+        ids = self._long(list(tokens))
+        logits = self._model.logits_of(ids) / (self.settings.temperature or 1.0)
         logprob = torch.log_softmax(logits.float(), -1)
-        picked: np.ndarray = logprob.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+        picked: np.ndarray = logprob.gather(-1, ids[1:, None])[:, 0].cpu().numpy()
         return picked
 
 

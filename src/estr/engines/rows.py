@@ -47,7 +47,7 @@ class RowStore:
     _WIDE = ("tokens", "action", "logprob", "entropy", "version", "uniform")
     _NARROW = ("length", "cached", "turn_start", "limit", "explore", "heat")
 
-    def __init__(self, rows: int, columns: int) -> None:
+    def __init__(self, rows: int, columns: int, device: torch.device | str = "cpu") -> None:
         nan = float("nan")
         self.tokens = torch.zeros(rows, columns, dtype=torch.int64)
         self.action = torch.zeros(rows, columns, dtype=torch.bool)
@@ -61,6 +61,8 @@ class RowStore:
         self.limit = torch.zeros(rows, dtype=torch.int64)
         self.explore = torch.zeros(rows, dtype=torch.bool)
         self.heat = torch.zeros(rows, dtype=torch.float32)
+        for name in self._WIDE + self._NARROW:
+            setattr(self, name, getattr(self, name).to(device))
         self._extra = [Extra() for _ in range(rows)]
 
     def clear(self, row: int) -> None:
@@ -110,27 +112,32 @@ class RowStore:
         if sampled.support is not None:
             ids, sizes = sampled.support
             for row, part in zip(rows, ids.split(sizes.tolist()), strict=True):
-                self._extra[row].support.append(part.numpy().copy())
+                self._extra[row].support.append(part.cpu().numpy().copy())
         if sampled.topk is not None:
             for row, ids, logprob in zip(rows, *sampled.topk, strict=True):
-                self._extra[row].topk_ids.append(ids.numpy().copy())
-                self._extra[row].topk_logprob.append(logprob.numpy().copy())
+                self._extra[row].topk_ids.append(ids.cpu().numpy().copy())
+                self._extra[row].topk_logprob.append(logprob.cpu().numpy().copy())
 
     def row_tokens(self, row: int) -> NDArray[np.int64]:
-        tokens: NDArray[np.int64] = self.tokens[row, : int(self.length[row])].numpy()
+        tokens: NDArray[np.int64] = self.tokens[row, : int(self.length[row])].cpu().numpy()
         return tokens
 
     def segment(self, row: int) -> Segment:
         """A copy of the row as the model read it."""
         span = slice(0, int(self.length[row]))
+        columns = {name: getattr(self, name)[row, span].cpu().numpy() for name in self._WIDE if name != "uniform"}
         return Segment(
-            tokens=self.tokens[row, span].numpy().astype(np.int32),
-            action=self.action[row, span].numpy().copy(),
-            logprob=self.logprob[row, span].numpy().copy(),
-            entropy=self.entropy[row, span].numpy().copy(),
-            version=self.version[row, span].numpy().copy(),
+            tokens=columns.pop("tokens").astype(np.int32),
+            **{name: column.copy() for name, column in columns.items()},
             **self._extra[row].columns(),  # type: ignore[arg-type]
         )
+
+    def move(self, source: int, row: int) -> None:
+        """What ``source`` knows goes to ``row``, whose own is lost."""
+        for name in self._WIDE + self._NARROW:
+            store: Tensor = getattr(self, name)
+            store[row] = store[source]
+        self._extra[row], self._extra[source] = self._extra[source], Extra()
 
     def swap(self, a: int, b: int) -> None:
         for name in self._WIDE + self._NARROW:

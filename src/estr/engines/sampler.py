@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_LEAST = -1e4  # nats; even a log-probability of -inf has to be multiplied by its probability, 0
+
 
 class Sampled(NamedTuple):
     token: Tensor  # int64 [n]
@@ -28,12 +30,18 @@ def sample(logits: Tensor, temperature: float, uniform: Tensor) -> Sampled:
     """
     if temperature == 0:
         token = logits.argmax(-1)
-        zero = torch.zeros(len(token), dtype=torch.float32)
+        zero = torch.zeros(len(token), dtype=torch.float32, device=token.device)
         return Sampled(token, zero, zero.clone())
     logprob = torch.log_softmax(logits.float() / temperature, dim=-1)
     probability = logprob.exp()
     token = invert(probability, uniform)
-    return Sampled(token, logprob.gather(-1, token[:, None])[:, 0], torch.special.entr(probability).sum(-1))
+    picked = logprob.gather(-1, token[:, None])[:, 0]
+    return Sampled(token, picked, entropy_of(probability, logprob))
+
+
+def entropy_of(probability: Tensor, logprob: Tensor) -> Tensor:
+    """Entropy [n] in nats of distributions [n, V]; what has probability 0 adds nothing."""
+    return -torch.linalg.vecdot(probability, logprob.clamp(min=_LEAST))
 
 
 def invert(probability: Tensor, uniform: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from estr.engines.sampler import Sampled, invert
+from estr.engines.sampler import Sampled, entropy_of, invert
 from estr.registry import Registry, choose, within
 
 _FIRST_LOOK = 64  # a nucleus is seldom larger, and sorting the whole vocabulary is slow
@@ -70,7 +70,7 @@ def draw(
         tempered = torch.log_softmax(logits.float() / torch.where(heat > 0, heat, 1.0)[:, None], dim=-1)
         drawn_from = torch.where((heat > 0)[:, None], tempered, drawn_from)
     token = invert(drawn_from.exp(), uniform)
-    entropy = torch.special.entr(got.recorded.exp()).sum(-1)
+    entropy = entropy_of(got.recorded.exp(), got.recorded)
     support: tuple[Tensor, Tensor] | None = None
     if not sampler.plain:
         kept = got.logprob.isfinite() & got.truncated[:, None]

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from estr.errors import MissingExtraError, RunError, UsageError
 
-LOOPBACK = "127.0.0.1"
+_TOKEN = secrets.token_hex(32)  # one for all clusters that this process starts: Ray reads it once
 _PREFIX = "estr-ray-"
 _SMALLEST_STORE = 80 << 20  # bytes; Ray refuses less than 75 MiB
 _QUIET = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
@@ -32,7 +33,6 @@ class Cluster:
 
         self.owned, self._directory, self._connected = owned, directory, connected
         self.node: str = ray.get_runtime_context().get_node_id()
-        self._stack = contextlib.ExitStack()
 
     def close(self) -> None:
         """Leave the cluster, and end it where it is owned."""
@@ -56,13 +56,16 @@ def connect(address: str, *, cpus: float, gpus: float, resources: dict[str, floa
         RunError: no cluster could be started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if _connected():
+        return Cluster(owned=False, connected=False)
     if address:
         return _join(address)
-    with _loopback():
-        ray = _import_ray()
-        if ray.is_initialized():
-            return Cluster(owned=False, connected=False)
-        return _start(ray, {"num_cpus": cpus, "num_gpus": gpus, "resources": resources, "object_store_memory": store})
+    return _start({"num_cpus": cpus, "num_gpus": gpus, "resources": resources, "object_store_memory": store})
+
+
+def _connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def _import_ray() -> Any:
@@ -75,8 +78,6 @@ def _import_ray() -> Any:
 
 def _join(address: str) -> Cluster:
     ray = _import_ray()
-    if ray.is_initialized():
-        return Cluster(owned=False, connected=False)
     try:
         with _own_signals():
             ray.init(address=address, **_QUIET)
@@ -89,37 +90,40 @@ def _join(address: str) -> Cluster:
     return Cluster(owned=False)
 
 
-def _start(ray: Any, sizes: dict[str, Any]) -> Cluster:
+def _start(sizes: dict[str, Any]) -> Cluster:
     _remove_leftovers()
     directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))  # its sockets want a short path
-    os.environ["RAY_AUTH_MODE"] = "token"  # for the whole life of this process: Ray reads them once
-    if not Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "")).is_file():
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(_new_token(directory))
-    os.environ.pop("RAY_AUTH_TOKEN", None)
-    sizes["object_store_memory"] = max(sizes["object_store_memory"], _SMALLEST_STORE)
     try:
+        _keep_to_ourselves(directory)
+        ray = _import_ray()
+        sizes["object_store_memory"] = max(sizes["object_store_memory"], _SMALLEST_STORE)
         with _own_signals():
             ray.init(address="local", _temp_dir=str(directory), **_QUIET, **sizes)
-    except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         shutil.rmtree(directory, ignore_errors=True)
         raise RunError(f"no Ray cluster could be started on this machine: {' '.join(str(error).split())}") from error
-    cluster = Cluster(owned=True, directory=directory)
-    if ray.util.get_node_ip_address() != LOOPBACK:
-        cluster.close()
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return Cluster(owned=True, directory=directory)
+
+
+def _keep_to_ourselves(directory: Path) -> None:
+    """Have Ray, when it is imported, stay on the loopback device and want a token that only this user can read.
+
+    The switch for the loopback device is Ray's own, made for systems on which it is no cluster; on Linux it is off.
+    """
+    switches = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+    if "ray" in sys.modules and any(os.environ.get(name) != value for name, value in switches.items()):
         raise RunError(
-            "a Ray cluster of this machine would listen to other machines, because ray was imported before estr could "
-            "tell it not to; import estr.runtime.cluster.connection first or join a cluster with runtime.address"
+            "a Ray cluster started here would listen to other machines, because ray was imported before estr could "
+            "tell it not to; set runtime.address to a cluster of your own, or leave importing ray to estr"
         )
-    return cluster
-
-
-def _new_token(directory: Path) -> Path:
-    """A file with a fresh token that only this user can read."""
     path = directory / "token"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
-    return path
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(_TOKEN)
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.update(switches, RAY_AUTH_TOKEN_PATH=str(path))
 
 
 def _remove_leftovers() -> None:
@@ -128,21 +132,6 @@ def _remove_leftovers() -> None:
         pid = path.name.removeprefix(_PREFIX).partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
             shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _loopback() -> Iterator[None]:
-    """Ray's own switch for machines where it should never be reached from others; on Linux it is off by default."""
-    name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
 
 
 @contextlib.contextmanager

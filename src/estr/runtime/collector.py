@@ -229,6 +229,8 @@ class Collector:
             self._accounting.engine_activity(event)
             return event.sampled_tokens > 0
         elif isinstance(event, Members):
+            if event.engines != self._accounting.engines:
+                self._notice(f"engines at work: {event.engines}")
             self._accounting.engines = event.engines
         elif isinstance(event, Alive):
             return False

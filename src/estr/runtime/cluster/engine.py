@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +64,6 @@ def prepare(home: Home) -> None:
     """Settle in a worker process of Ray."""
     end_with_parent()
     home.move_in()
-    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # weights in the object store
 
 
 class Mailbox:

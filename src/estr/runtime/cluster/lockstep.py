@@ -24,7 +24,7 @@ from estr.runtime.cluster.connection import Cluster
 from estr.runtime.cluster.engine import Home, LockstepActor
 from estr.runtime.cluster.handles import Published
 from estr.runtime.cluster.placement import Reservation, engine_needs
-from estr.runtime.cluster.weights import from_store, to_store
+from estr.runtime.cluster.weights import from_store, put
 from estr.runtime.messages import Activity, Died, Event, Job
 
 Result = TypeVar("Result")
@@ -112,14 +112,14 @@ class RayLockstepPool:
         if self._newest is not None:
             self._held[self._newest.version] = self._newest.stored
         self._held = {held: stored for held, stored in self._held.items() if held >= version - self._window}
-        self._newest = newest = Published(version, ray.put(to_store(tensors)), canary)
+        self._newest = newest = Published(version, put(tensors), canary)
         for index in range(len(self._engines)):
             events = self._call(index, lambda engine: ray.get(engine.actor.publish.remote(*_arguments(newest))))
             self._events.extend(self._engines[index].named(events))
 
     def restore(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Make an older version available again (after a resume)."""
-        self._held[version] = stored = ray.put(to_store(tensors))
+        self._held[version] = stored = put(tensors)
         for index in range(len(self._engines)):
             self._call(index, lambda engine: ray.get(engine.actor.restore.remote(version, stored)))
 

@@ -20,7 +20,7 @@ from estr.errors import RunError
 from estr.runtime.cluster.connection import Cluster
 from estr.runtime.cluster.handles import STOP_TIMEOUT, EngineHandle, Published
 from estr.runtime.cluster.placement import engine_needs, reserve_for_driver
-from estr.runtime.cluster.weights import to_store
+from estr.runtime.cluster.weights import put
 from estr.runtime.handles import Watch
 from estr.runtime.messages import Died, Event, Job, Members, Ready
 from estr.runtime.supervision import Supervision
@@ -132,7 +132,7 @@ class RayPool(Supervision[EngineHandle]):
 
     def publish(self, version: int, tensors: Mapping[str, Tensor], canary: NDArray[np.float32]) -> None:
         """One copy into the object store, from which each node has its own; engines take it when they can."""
-        self._latest = Published(version, ray.put(to_store(tensors)), canary)
+        self._latest = Published(version, put(tensors), canary)
         for worker in self._ready():
             worker.publish(self._latest)
 

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from estr.errors import RunError
 from estr.transport import Publication
+
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # and nobody writes to it
 
 Stored = dict[str, tuple[str, tuple[int, ...], NDArray[np.uint8]]]
 """Name → data type, shape and bytes: NumPy knows no bfloat16."""
+
+
+def put(tensors: Mapping[str, Tensor]) -> Any:
+    """A reference to a copy of ``tensors`` in the object store; RunError where it has no room."""
+    import ray
+
+    try:
+        return ray.put(to_store(tensors))
+    except (ray.exceptions.RayError, OSError) as error:
+        sentence = " ".join(str(error).split())
+        raise RunError(f"the weights could not be put into Ray's object store: {sentence}") from error
 
 
 def to_store(tensors: Mapping[str, Tensor]) -> Stored:

@@ -55,7 +55,7 @@ def test_a_section_and_what_stands_beside_its_keys(capsys):
 
 def test_bounds_and_types_are_said(capsys):
     told = {line["key"]: line for line in json.loads(estr(capsys, "config", "--json").out)}
-    assert told["rollout.top_p"]["allowed"] == "above 0 and at most 1"
+    assert told["rollout.top_p"]["allowed"] == "greater than 0 and at most 1"
     assert told["rollout.top_p"]["type"] == "number"
     assert told["learner.controllers"]["type"] == "list of texts"
     assert '"vcpo"' in told["learner.controllers"]["allowed"]

@@ -129,10 +129,10 @@ def test_schedule_keys_that_the_mode_does_not_use_are_named_once(mode, given, no
         ("[run]\nsteps = 'many'\n", "run.toml, line 2: run.steps must be a whole number, got 'many'"),
         ("[run]\nsteps = true\n", "run.toml, line 2: run.steps must be a whole number, got true"),
         ("[run]\nsteps = 1.5\n", "run.steps must be a whole number, got 1.5"),
-        ("[run]\nsteps = -1\n", "run.steps must be at least 0, got -1"),
+        ("[run]\nsteps = -1\n", "run.steps must be at least 0 and at most 1,000,000,000, got -1"),
         ("[learner]\nlearning_rate = nan\n", "learner.learning_rate must be a finite number, got nan"),
         ("[learner]\nlearning_rate = '1e-4'\n", "learner.learning_rate must be a number, got '1e-4'"),
-        ("[rollout]\ntop_p = 2\n", "rollout.top_p must be at most 1, got 2"),
+        ("[rollout]\ntop_p = 2\n", "rollout.top_p must be greater than 0 and at most 1, got 2"),
         ("[model]\ntrust_remote_code = 1\n", "model.trust_remote_code must be true or false, got 1"),
         ("[model]\npath = 3\n", "model.path must be text in quotes, got 3"),
         ("[schedule]\nmode = 'asnc'\n", "mode must be 'sync', 'async' or 'lockstep', got 'asnc'; did you mean 'async'"),
@@ -205,7 +205,7 @@ def values_of(field) -> st.SearchStrategy:
     if field.annotation is bool:
         return st.booleans()
     if field.annotation is int:
-        return st.integers(limits.get("ge", 0), 2**63 - 1)
+        return st.integers(limits.get("ge", 0), limits.get("le", 2**63 - 1))
     if field.annotation is float:
         low, high = limits.get("ge", limits.get("gt", 0)), limits.get("le", limits.get("lt", 1e300))
         return st.floats(low, high, exclude_min="gt" in limits, exclude_max="lt" in limits)

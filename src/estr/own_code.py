@@ -35,7 +35,7 @@ def place_of(reference: str) -> Path | None:
     top = reference.partition(":")[0].partition(".")[0]
     search_in([os.curdir])
     importlib.invalidate_caches()  # a module written a moment ago is found
-    spec = PathFinder.find_spec(top) if top else None
+    spec = PathFinder.find_spec(top) if top.isidentifier() else None
     if spec is None:
         return None
     if spec.submodule_search_locations:

@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from estr.config.load import SECTIONS
+from estr.config.sections import bounds_in_words
 from estr.errors import UsageError, nearest
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "table"}
-_BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
 _MORE = {
     "task": "A task's own options stand beside these keys; `estr tasks` lists them.",
     "objective": "The recipe's hyperparameters stand beside these keys, or in [objective.NAME]; `estr recipes NAME` "
@@ -114,8 +114,7 @@ def _allowed(field: FieldInfo) -> str:
     choices = annotation if get_origin(annotation) is Literal else next(iter(get_args(annotation)), None)
     if get_origin(choices) is Literal:
         return _either(get_args(choices))
-    bounds = {name: getattr(part, name) for part in field.metadata for name, _ in _BOUNDS if hasattr(part, name)}
-    return " and ".join(f"{word} {bounds[name]:g}" for name, word in _BOUNDS if name in bounds)
+    return bounds_in_words(field)
 
 
 def _method_names() -> Iterator[tuple[str, str]]:

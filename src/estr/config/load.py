@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from estr.config.methods import resolve_methods
 from estr.config.objective_section import resolve_objective
 from estr.config.own import settle_modules
-from estr.config.sections import Config, Section
+from estr.config.sections import Config, Section, bounds_in_words
 from estr.config.toml import line_of, parse_set, read_toml, shown
 from estr.errors import UsageError, nearest
 
@@ -186,10 +186,11 @@ def _what(problem: ErrorDetails, keys: tuple[str, ...]) -> str:
         allowed = "" if hint.startswith("; known") else hint
         return f"must be {context['expected']}, got {_show(value)}{allowed}"
     wanted = _WANTED.get(kind)
+    if kind in _BEYOND:
+        wanted = bounds_in_words(SECTIONS[keys[0]].model_fields[keys[1]])
     if wanted is None:
         return f"is not valid: {problem['msg']}, got {_show(value)}"
-    limits = {key: f"{limit:g}" for key, limit in context.items() if isinstance(limit, int | float)}
-    return f"must be {wanted.format(**limits)}, got {_show(value)}"
+    return f"must be {wanted}, got {_show(value)}"
 
 
 _WANTED = {
@@ -202,11 +203,8 @@ _WANTED = {
     "list_type": "a list in brackets",
     "dict_type": "a table",
     "model_type": "a section",
-    "greater_than": "greater than {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
 }
+_BEYOND = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 
 
 def _choices(context: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
@@ -13,21 +14,44 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
 
+_BOUNDS = (("ge", "at least"), ("gt", "greater than"), ("le", "at most"), ("lt", "less than"))
+
+
+def bounds_in_words(field: FieldInfo) -> str:
+    """What a number may be: "at least 0 and less than 1"; empty where it may be any."""
+    bounds = {name: getattr(part, name) for part in field.metadata for name, _ in _BOUNDS if hasattr(part, name)}
+    return " and ".join(f"{word} {_in_words(bounds[name])}" for name, word in _BOUNDS if name in bounds)
+
+
+def _in_words(number: float) -> str:
+    return f"{number:g}" if abs(number) < 10_000 or isinstance(number, float) else f"{number:,}"
+
+
 class RunConfig(Section):
-    seed: int = Field(0, ge=0, description="Every random choice of the run is derived from it.")
-    steps: int = Field(100, ge=0, description="Optimizer steps.")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Every random choice of the run is derived from it.")
+    steps: int = Field(100, ge=0, le=1_000_000_000, description="Optimizer steps.")
     output: str = Field("", description="Run directory; empty: runs/TASK-RECIPE-TIME.")
-    checkpoint_every: int = Field(50, ge=1, description="Optimizer steps between checkpoints, at the end of a batch.")
-    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept, beside the best and the last.")
-    keep_rollouts: int = Field(0, ge=0, description="Optimizer steps whose stored rollouts are kept; 0: all.")
+    checkpoint_every: int = Field(
+        50, ge=1, le=1_000_000_000, description="Optimizer steps between checkpoints, at the end of a batch."
+    )
+    keep_checkpoints: int = Field(
+        2, ge=1, le=1_000_000_000, description="Newest checkpoints kept, beside the best and the last."
+    )
+    keep_rollouts: int = Field(
+        0, ge=0, le=1_000_000_000, description="Optimizer steps whose stored rollouts are kept; 0: all."
+    )
     module_directories: list[str] = Field(
         default_factory=list,
         description="Where modules of your own are looked for, beside the configuration's directory and the current "
         "one; where they were found is written here for `estr resume`.",
     )
-    eval_every: int = Field(0, ge=0, description="Steps between evaluations, at the end of a batch; 0: never.")
-    eval_prompts: int = Field(300, ge=1, description="Held-out problems per evaluation.")
-    eval_temperature: float = Field(1.0, ge=0, description="Decoding temperature of evaluations; 0 is greedy.")
+    eval_every: int = Field(
+        0, ge=0, le=1_000_000_000, description="Steps between evaluations, at the end of a batch; 0: never."
+    )
+    eval_prompts: int = Field(300, ge=1, le=1_000_000, description="Held-out problems per evaluation.")
+    eval_temperature: float = Field(
+        1.0, ge=0, le=100, description="Decoding temperature of evaluations; 0 is greedy, else at least 0.01."
+    )
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
         default_factory=list, description="Where metrics go beside metrics.jsonl."
     )
@@ -39,12 +63,15 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="Run Python code that comes with a model.")
     warmup_steps: int = Field(
         -1,
+        le=1_000_000_000,
         ge=-1,
         description="Supervised steps on the task's demonstrations before a builtin model is first used; "
         "-1: what the task and the model ask for.",
     )
-    lora_rank: int = Field(0, ge=0, description="Rank of LoRA adapters (needs estr[peft]); 0 trains all weights.")
-    lora_alpha: float = Field(16.0, gt=0, description="LoRA scale.")
+    lora_rank: int = Field(
+        0, ge=0, le=65_536, description="Rank of LoRA adapters (needs estr[peft]); 0 trains all weights."
+    )
+    lora_alpha: float = Field(16.0, gt=0, le=1_000_000, description="LoRA scale.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
 
 
@@ -55,7 +82,7 @@ class TaskConfig(Section):
 
     name: str = Field("calculator", description="The task; one of your own is module:Class.")
     path: str = Field("", description="Local file with problems, for tasks that read one.")
-    tool_timeout: float = Field(30.0, gt=0, description="Seconds one environment step may take.")
+    tool_timeout: float = Field(30.0, ge=0.001, le=1_000_000, description="Seconds one environment step may take.")
 
     def options(self) -> dict[str, Any]:
         """The task's own keys."""
@@ -64,22 +91,27 @@ class TaskConfig(Section):
 
 class RolloutConfig(Section):
     engine: Literal["local", "vllm"] = Field("local", description="What generates.")
-    group_size: int = Field(8, ge=1, description="Trajectories of one prompt.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
+    group_size: int = Field(8, ge=1, le=65_536, description="Trajectories of one prompt.")
+    temperature: float = Field(1.0, ge=0.01, le=100, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus: mass of the most likely tokens kept, after top_k.")
-    top_k: int = Field(0, ge=0, description="Most likely tokens kept; 0: all.")
+    top_k: int = Field(0, ge=0, le=1_000_000, description="Most likely tokens kept; 0: all.")
     min_p: float = Field(0.0, ge=0, le=1, description="Tokens less likely than this times the likeliest are left out.")
     max_support: int = Field(
-        4096, ge=1, description="Most tokens kept by top_p and min_p where top_k is 0: what is recorded stays bounded."
+        4096,
+        ge=1,
+        le=1_000_000,
+        description="Most tokens kept by top_p and min_p where top_k is 0: what is recorded stays bounded.",
     )
     sampler: Literal["standard", "cuts", "mixed_cuts"] = Field(
         "standard",
         description="cuts: uniform over the few likely tokens (arXiv 2604.18493); mixed_cuts: in the second half of "
         "each group.",
     )
-    cuts_k: int = Field(5, ge=1, description="CUTS: most likely tokens considered.")
+    cuts_k: int = Field(5, ge=1, le=1_000_000, description="CUTS: most likely tokens considered.")
     cuts_delta: float = Field(0.03, ge=0, le=1, description="CUTS: least probability at temperature 1 of a kept token.")
-    cuts_warm: int = Field(5, ge=0, description="CUTS: first tokens of a turn that are sampled as usual.")
+    cuts_warm: int = Field(
+        5, ge=0, le=1_000_000_000, description="CUTS: first tokens of a turn that are sampled as usual."
+    )
     cuts_empty: Literal["uniform", "argmax"] = Field(
         "uniform", description="CUTS where no token reaches cuts_delta: uniform over cuts_k, or the most likely one."
     )
@@ -89,15 +121,20 @@ class RolloutConfig(Section):
         "paper's uncorrected ratio).",
     )
     topk_logprobs: int = Field(
-        0, ge=0, description="Most likely tokens whose log μ is recorded, for recipes that need it; 0: none."
+        0,
+        ge=0,
+        le=1_000_000,
+        description="Most likely tokens whose log μ is recorded, for recipes that need it; 0: none.",
     )
-    max_new_tokens: int = Field(64, ge=1, description="Action tokens of one assistant turn.")
-    max_turns: int = Field(6, ge=1, description="Assistant turns of one trajectory.")
-    max_context: int = Field(0, ge=0, description="Tokens of one row; 0: what prompt, turns and model allow.")
+    max_new_tokens: int = Field(64, ge=1, le=1_000_000, description="Action tokens of one assistant turn.")
+    max_turns: int = Field(6, ge=1, le=100_000, description="Assistant turns of one trajectory.")
+    max_context: int = Field(
+        0, ge=0, le=100_000_000, description="Tokens of one row; 0: what prompt, turns and model allow."
+    )
     dtype: str = Field("float32", description="Engine precision; intN is simulated.")
-    slots: int = Field(64, ge=1, description="Trajectories decoded at once by one engine.")
+    slots: int = Field(64, ge=1, le=65_536, description="Trajectories decoded at once by one engine.")
     parked: int = Field(
-        -1, ge=-1, description="Further rows that keep the cache of waiting trajectories; -1: as slots."
+        -1, ge=-1, le=65_536, description="Further rows that keep the cache of waiting trajectories; -1: as slots."
     )
     kv: Literal["keep", "recompute"] = Field("keep", description="Cached keys and values after a weight update.")
 
@@ -108,14 +145,18 @@ class RolloutConfig(Section):
 
 class ScheduleConfig(Section):
     mode: Literal["sync", "async", "lockstep"] = Field("async", description="How generation and training interleave.")
-    max_staleness: int = Field(4, ge=0, description="async: most optimizer steps between first token and training.")
-    inter: int = Field(0, ge=0, description="lockstep: imposed staleness of the last token.")
-    intra: int = Field(0, ge=0, description="lockstep: further imposed staleness of the first token.")
-    intra_every: int = Field(1, ge=1, description="lockstep: action tokens per version.")
-    attempts: int = Field(3, ge=1, description="Attempts at one trajectory before its group fails.")
+    max_staleness: int = Field(
+        4, ge=0, le=1_000_000, description="async: most optimizer steps between first token and training."
+    )
+    inter: int = Field(0, ge=0, le=1_000_000, description="lockstep: imposed staleness of the last token.")
+    intra: int = Field(0, ge=0, le=1_000_000, description="lockstep: further imposed staleness of the first token.")
+    intra_every: int = Field(1, ge=1, le=1_000_000, description="lockstep: action tokens per version.")
+    attempts: int = Field(3, ge=1, le=1_000, description="Attempts at one trajectory before its group fails.")
     group_failure: Literal["drop"] = Field("drop", description="What a group does when a sibling failed for good.")
-    max_failed_groups: int = Field(8, ge=1, description="Groups failed in a row that stop the run.")
-    wait_timeout: float = Field(300.0, gt=0, description="Seconds the learner waits without any progress.")
+    max_failed_groups: int = Field(8, ge=1, le=1_000_000, description="Groups failed in a row that stop the run.")
+    wait_timeout: float = Field(
+        300.0, ge=0.01, le=1_000_000, description="Seconds the learner waits without any progress."
+    )
 
 
 class ObjectiveConfig(Section):
@@ -146,16 +187,16 @@ class ObjectiveConfig(Section):
 class LearnerConfig(Section):
     learning_rate: float = Field(1e-4, ge=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear learning-rate warm-up.")
+    warmup_steps: int = Field(0, ge=0, le=1_000_000_000, description="Optimizer steps of linear learning-rate warm-up.")
     min_learning_rate_ratio: float = Field(0.0, ge=0, le=1, description="Floor of the decay, as a share of the peak.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2.")
     adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
-    prompts_per_step: int = Field(8, ge=1, description="Groups of one rollout batch.")
-    minibatches: int = Field(1, ge=1, description="Optimizer steps one rollout batch is split into.")
-    epochs: int = Field(1, ge=1, description="Passes over one rollout batch.")
-    tokens_per_microbatch: int = Field(2048, ge=1, description="Tokens of one forward pass.")
+    prompts_per_step: int = Field(8, ge=1, le=1_000_000, description="Groups of one rollout batch.")
+    minibatches: int = Field(1, ge=1, le=1_000_000, description="Optimizer steps one rollout batch is split into.")
+    epochs: int = Field(1, ge=1, le=1_000_000, description="Passes over one rollout batch.")
+    tokens_per_microbatch: int = Field(2048, ge=1, le=1_000_000_000, description="Tokens of one forward pass.")
     max_grad_norm: float = Field(1.0, ge=0, description="Gradient norm above which gradients are scaled; 0: never.")
     controllers: list[str] = Field(default_factory=list, description="Rules on gradient and learning rate, in order.")
     controller_options: dict[str, dict[str, Any]] = Field(
@@ -164,12 +205,14 @@ class LearnerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Autocast type; master weights stay float32.")
     truncated: Literal["keep", "mask", "penalize"] = Field("keep", description="What trains of cut-off trajectories.")
     truncation_penalty: float = Field(0.5, ge=0, description="Reward taken from them when penalized.")
-    max_skipped_steps: int = Field(5, ge=1, description="Skipped steps in a row that count as divergence.")
+    max_skipped_steps: int = Field(
+        5, ge=1, le=1_000_000, description="Skipped steps in a row that count as divergence."
+    )
     on_divergence: Literal["stop", "rollback"] = Field(
         "stop", description="stop with a checkpoint, or go back to the last good one with a smaller learning rate."
     )
     rollback_factor: float = Field(0.5, gt=0, lt=1, description="Learning rate after a rollback, as a share.")
-    max_rollbacks: int = Field(3, ge=1, description="Rollbacks after which divergence stops the run.")
+    max_rollbacks: int = Field(3, ge=1, le=1_000_000, description="Rollbacks after which divergence stops the run.")
 
 
 class RuntimeConfig(Section):
@@ -191,14 +234,23 @@ class RuntimeConfig(Section):
         le=1_000_000,
         description="Ray: GiB of shared memory of a cluster that is started; 0: four times the weights, plus 0.25.",
     )
-    engines: int = Field(0, ge=0, description="Engine processes; 0: one in async, one per core in sync.")
+    engines: int = Field(0, ge=0, le=1_024, description="Engine processes; 0: one in async, one per core in sync.")
     engine_timeout: float = Field(
-        120.0, gt=0, description="Seconds without a sign of life after which an engine process is replaced."
+        120.0,
+        ge=1,
+        le=1_000_000,
+        description="Seconds without a sign of life after which an engine process is replaced.",
     )
-    start_timeout: float = Field(300.0, gt=0, description="Seconds an engine process may take to load its model.")
-    engine_memory: float = Field(0.0, ge=0, description="GiB of data one engine process may hold; 0: no limit.")
-    engine_threads: int = Field(1, ge=1, description="Threads of one engine process.")
-    learner_threads: int = Field(0, ge=0, description="Threads of the learner; 0: one in async, one per core in sync.")
+    start_timeout: float = Field(
+        300.0, ge=1, le=1_000_000, description="Seconds an engine process may take to load its model."
+    )
+    engine_memory: float = Field(
+        0.0, ge=0, le=1_000_000, description="GiB of data one engine process may hold; 0: no limit."
+    )
+    engine_threads: int = Field(1, ge=1, le=1_024, description="Threads of one engine process.")
+    learner_threads: int = Field(
+        0, ge=0, le=1_024, description="Threads of the learner; 0: one in async, one per core in sync."
+    )
 
 
 class Config(Section):

@@ -24,6 +24,7 @@ def validate_config(config: Config, *, training: bool = True) -> list[str]:
     """
     _check_built(config)
     check_rollout_dtype(config.rollout)
+    _check_evaluation(config)
     if not training:
         return []
     _check_ray(config.runtime)
@@ -39,6 +40,14 @@ def check_rollout_dtype(rollout: RolloutConfig) -> None:
     if rollout.dtype not in DTYPES:
         raise UsageError(
             f"rollout.dtype: there is no engine precision {rollout.dtype!r}{_nearest_dtype(rollout.dtype)}"
+        )
+
+
+def _check_evaluation(config: Config) -> None:
+    temperature, least = config.run.eval_temperature, 0.01
+    if 0 < temperature < least:
+        raise UsageError(
+            f"run.eval_temperature must be 0 (the most likely token) or at least {least:g}, got {temperature:g}"
         )
 
 

@@ -29,7 +29,7 @@ from estr.learner.schedules import learning_rate
 from estr.learner.scoring import score, score_microbatches, score_norms
 from estr.learner.step import Gradient, Seen
 from estr.models.forward import check_head, head_of, prepare_model
-from estr.objectives import Objective, objective, recipes
+from estr.objectives import Objective, find_recipe, objective
 from estr.state import finite_mean
 from estr.trajectory import Segment, Trajectory, derive_seed
 
@@ -363,7 +363,7 @@ def _methods(config: Config, model: nn.Module) -> tuple[Objective, AdvantageEsti
 def _with_vocabulary(section: ObjectiveConfig, model: nn.Module) -> dict[str, Any]:
     """The hyperparameters, with the model's vocabulary where the recipe asks for one and it is left at its default."""
     given = section.hyperparameters()
-    defaults = recipes()[section.recipe].hyperparameters if section.recipe in recipes() else {}
+    defaults = find_recipe(section.recipe).hyperparameters
     if "vocabulary" in defaults and given.get("vocabulary", defaults["vocabulary"]) == defaults["vocabulary"]:
         given["vocabulary"] = int(head_of(model).weight.shape[0])
     return given

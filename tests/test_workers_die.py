@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import pytest
 from estr.errors import RunError
 from estr.models.builtin import resolve_model
 from estr.models.load import load_model, merged_state
+from estr.runtime import pools
 from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens
 from estr.runtime.calls import Calls, SharedCalls, read_calls
+from estr.runtime.handles import preload
 from estr.runtime.messages import Died, Event, Failed, Finished, Job
 from estr.runtime.pools import ProcessPool
 from forking import forked_engines
@@ -124,6 +127,27 @@ def test_an_engine_that_is_killed_or_stopped_while_it_starts_is_started_again(
         finally:
             bench.pool.close()
     assert len(list(tmp_path.glob("blow-*"))) == 2
+
+
+def test_a_helper_that_is_killed_while_it_is_asked_for_an_engine_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+
+    def struck(modules: Any) -> None:
+        preload(modules)
+        if len(killed) < 2:
+            killed.append(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+            os.kill(killed[-1], signal.SIGKILL)
+
+    monkeypatch.setattr(pools, "preload", struck)
+    bench = Bench(tmp_path)
+    try:
+        bench.submit(2)
+        assert isinstance(bench.settled(1)[2], Finished)
+    finally:
+        bench.pool.close()
+    assert killed
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

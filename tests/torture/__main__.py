@@ -17,9 +17,10 @@ from torture.proof import Proof
 def torture(torturer: Torturer, kills: int, most: int = 6) -> None:
     """Deal at least ``kills`` blows over whole runs, proving each at its end; lockstep runs are also compared with one
     that was never killed."""
-    reference = Proof(torturer.reference("lockstep"))
-    reference.check(counts=torturer.pretended)
-    modes = ("async", "sync", "async", "lockstep")
+    modes = ("async", "sync") if torturer.helper else ("async", "sync", "async", "lockstep")
+    if "lockstep" in modes:
+        reference = Proof(torturer.reference("lockstep"))
+        reference.check(counts=torturer.pretended)
     while torturer.tally.total < kills:
         mode = modes[sum(torturer.tally.runs.values()) % len(modes)]
         path = torturer.run(mode, most)
@@ -45,17 +46,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="torture", description="Kill runs at every point of their life.")
     parser.add_argument("--kills", type=int, default=200, help="with pretended engines and learner")
     parser.add_argument("--real", type=int, default=30, help="with the real ones")
+    parser.add_argument("--family", type=int, default=10, help="with the helper that engines are forked from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="leave the directory with the logs")
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="estr-torture-"))
     os.environ.setdefault("ESTR_CACHE", str(directory / "models"))
     print(f"seed {arguments.seed}, in {directory}", flush=True)
-    for title, kills, pretended in (("pretended model", arguments.kills, True), ("real model", arguments.real, False)):
+    for title, kills, how in (
+        ("pretended model", arguments.kills, {"pretended": True}),
+        ("real model", arguments.real, {"pretended": False}),
+        ("family of processes", arguments.family, {"pretended": False, "helper": True}),
+    ):
         if kills:
             started, place = time.monotonic(), directory / title.partition(" ")[0]
             place.mkdir()
-            torturer = Torturer(place, arguments.seed, pretended=pretended)
+            torturer = Torturer(place, arguments.seed, **how)
             try:
                 torture(torturer, kills)
             finally:

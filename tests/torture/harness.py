@@ -12,15 +12,16 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from estr.cli.main import main
 from estr.config.load import dump_config
+from estr.environments.sandbox_keeper import children
 from estr.learner.learner import Learner
 from estr.runtime import pools
-from loop_helpers import command_line, descendants, small
+from loop_helpers import command_line, small
 from torture import parts
 from torture.points import POINTS, Point, Trap
 
@@ -33,7 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def configuration(mode: str, *, engines: int = 2, **learner: Any) -> Any:
+def configuration(mode: str, *, engines: int = 2, start_timeout: float = 6.0, **learner: Any) -> Any:
     """A small run with minibatches, retries and checkpoints in all the wrong places."""
     return small(
         run={"steps": STEPS, "checkpoint_every": 2, "keep_checkpoints": 2},
@@ -44,7 +45,7 @@ def configuration(mode: str, *, engines: int = 2, **learner: Any) -> Any:
         runtime={
             "engines": 1 if mode == "lockstep" else engines,
             "engine_timeout": 3.0,
-            "start_timeout": 6.0,
+            "start_timeout": start_timeout,
             "learner_threads": 1,
         },
     )
@@ -56,12 +57,15 @@ class TortureError(AssertionError):
 
 @dataclass
 class Blow:
-    """What is done to one process life: a trap inside it, or a signal from outside after ``delay`` seconds."""
+    """What is done to one process life: a trap inside it, or a signal from outside, ``delay`` seconds after whom it is
+    for was first seen: the learner, an engine, or the helper that engines are forked from."""
 
     trap: Trap | None = None
     signal: int = 0
-    to: str = ""  # "learner" or "engine"
+    to: Literal["", "learner", "engine", "helper", "helper with engines"] = ""
     delay: float = 0.0
+    seen: float | None = None
+    dealt: bool = False
 
     @property
     def phase(self) -> str:
@@ -83,10 +87,13 @@ class Tally:
 
 
 class Torturer:
-    """Draws blows from a seed and deals them; ``pretended`` engines and learners, or the real ones."""
+    """Draws blows from a seed and deals them; ``pretended`` engines and learners, or the real ones.
 
-    def __init__(self, directory: Path, seed: int, *, pretended: bool = True) -> None:
-        self.directory, self.pretended = directory, pretended
+    ``helper``: engines are forked from a helper as in earnest, and it is killed, too; the real ones then.
+    """
+
+    def __init__(self, directory: Path, seed: int, *, pretended: bool = True, helper: bool = False) -> None:
+        self.directory, self.pretended, self.helper = directory, pretended, helper
         self.draw, self.tally = random.Random(seed), Tally()
         self._unused: dict[str, list[Point | None]] = {}
         self._count = 0
@@ -118,15 +125,19 @@ class Torturer:
     def _create(self, mode: str, name: str) -> Path:
         self._count += 1
         path = self.directory / f"{self._count:03d}-{mode}-{name}"
-        (self.directory / f"{path.name}.toml").write_text(dump_config(configuration(mode)))
+        (self.directory / f"{path.name}.toml").write_text(
+            dump_config(configuration(mode, start_timeout=60.0 if self.helper else 6.0))
+        )
         return path
 
     # ------------------------------------------------------------------ blows
 
     def _blow(self, mode: str, fresh: bool) -> Blow:
+        if self.helper:
+            return self._blow_to_a_family()
         kind = self.draw.random()
         if kind < 0.15:
-            to = "learner" if mode == "lockstep" or self.draw.random() < 0.5 else "engine"
+            to: Literal["learner", "engine"] = "learner" if mode == "lockstep" or self.draw.random() < 0.5 else "engine"
             number = self.draw.choice(
                 [signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP if to == "engine" else signal.SIGTERM]
             )
@@ -137,6 +148,12 @@ class Torturer:
             return Blow(Trap(None, self.draw.randint(1, 120), latch))
         point = self._next_point(mode, fresh)
         return Blow(Trap(point, self.draw.randint(1, point.most), latch))
+
+    def _blow_to_a_family(self) -> Blow:
+        """Three of five to the helper: while it imports, or when it has engines."""
+        to = self.draw.choice(["helper", "helper with engines", "helper with engines", "engine", "learner"])
+        longest = {"helper": 3.0, "learner": 8.0}.get(to, 1.5)
+        return Blow(signal=signal.SIGKILL, to=to, delay=self.draw.uniform(0.0, longest))
 
     def _next_point(self, mode: str, fresh: bool) -> Point:
         """Every point comes once before one comes again; those of a resume only in a resume."""
@@ -158,12 +175,12 @@ class Torturer:
         log = path.with_suffix(".log")
         pid = self._fork(path, blow, fresh, log)
         status = self._watch(pid, blow, log)
-        hit = blow.trap.latch.exists() if blow.trap is not None else blow.delay < 0
+        hit = blow.trap.latch.exists() if blow.trap is not None else blow.dealt
         _end_children_of(pid, log)
         code = os.waitstatus_to_exitcode(status)
         if code == 0:
             return hit, True
-        expected = {-signal.SIGKILL} if hit else set()
+        expected = {-signal.SIGKILL} if hit and (blow.trap is not None or blow.to == "learner") else set()
         if blow.signal == signal.SIGTERM and hit:
             expected |= {130, -signal.SIGTERM}
         if code not in expected:
@@ -199,9 +216,10 @@ class Torturer:
 
     def _prepare(self, blow: Blow) -> None:
         """In the run process: forked engines, pretended parts, the trap."""
-        real = multiprocessing.get_context
-        multiprocessing.get_context = lambda kind=None: real("fork" if kind == "forkserver" else kind)  # type: ignore[assignment]
-        pools.preload = lambda modules: None
+        if not self.helper:
+            real = multiprocessing.get_context
+            multiprocessing.get_context = lambda kind=None: real("fork" if kind == "forkserver" else kind)  # type: ignore[assignment]
+            pools.preload = lambda modules: None
         if self.pretended:
             from estr.runtime import builders, setup
 
@@ -220,23 +238,36 @@ class Torturer:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 return status
-            elapsed = time.monotonic() - started
-            if blow.signal and 0 <= blow.delay < elapsed:
+            if blow.signal and not blow.dealt:
                 self._strike(pid, blow)
-            if elapsed > LONGEST_LIFE:
+            if time.monotonic() - started > LONGEST_LIFE:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 raise TortureError(f"a process hung for {LONGEST_LIFE:.0f} s; see {log}")
             time.sleep(0.005)
 
     def _strike(self, pid: int, blow: Blow) -> None:
-        children = [child for child in descendants(pid) if "resource_tracker" not in command_line(child)]
-        victims = [pid] if blow.to == "learner" else children
+        victims, now = _victims(pid, blow.to), time.monotonic()
         if not victims:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.draw.choice(victims), blow.signal)
-            blow.delay = -1.0
+        if blow.seen is None:
+            blow.seen = now
+        if now - blow.seen >= blow.delay:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.draw.choice(victims), blow.signal)
+                blow.dealt = True
+
+
+def _victims(pid: int, to: str) -> list[int]:
+    if to == "learner":
+        return [pid]
+    below = [child for child in children(pid) if "resource_tracker" not in command_line(child)]
+    helpers = [child for child in below if "multiprocessing.forkserver" in command_line(child)]
+    if to == "helper":
+        return helpers
+    if to == "helper with engines":
+        return [helper for helper in helpers if children(helper)]
+    return [child for helper in helpers for child in children(helper)] if helpers else below
 
 
 def _end_children_of(pid: int, log: Path) -> None:

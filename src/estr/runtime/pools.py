@@ -23,6 +23,7 @@ from estr.transport import WeightPublisher, remove_leftovers
 from estr.transport.shared_weights import shared_directory
 
 Canary = NDArray[np.float32]
+_TRIES, _PAUSE = 3, 0.1  # how often an engine process is started, and seconds between
 
 
 class Pool(Protocol):
@@ -146,11 +147,14 @@ class ProcessPool(Supervision[WorkerHandle]):
             threads=self._threads,
             calls_path=str(self._spool / f"engine-{index}.calls"),
         )
-        try:
-            preload(self._preloaded)
-            return WorkerHandle(index, spec, self._inbox)
-        except OSError as error:
-            raise RunError(f"{spec.name} could not be started: {error.strerror or error}") from error
+        for _ in range(_TRIES):
+            try:
+                preload(self._preloaded)
+                return WorkerHandle(index, spec, self._inbox)
+            except (OSError, EOFError) as error:  # EOFError: the helper was killed while it was asked
+                cause = getattr(error, "strerror", None) or "its helper process ended"
+                time.sleep(_PAUSE)
+        raise RunError(f"{spec.name} could not be started in {_TRIES} attempts: {cause}")
 
     def _wait_ready(self) -> None:
         missing = set(self._workers)

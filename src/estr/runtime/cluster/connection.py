@@ -56,6 +56,8 @@ def connect(address: str, *, cpus: float, gpus: float, resources: dict[str, floa
         RunError: no cluster could be started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # engines matter as much as the learner; Ray's default is 15
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")  # the run says it itself
     if _connected():
         return Cluster(owned=False, connected=False)
     if address:

@@ -9,7 +9,9 @@ ORACLES := .venv-oracles
 STAMP := $(shell date +%Y%m%d-%H%M%S)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-seeds test test-all test-oracles lint install fuzz
+STUDIES := default aggressive inter intra sensitivity stress
+
+.PHONY: study demo demo-seeds test test-all test-oracles lint install fuzz
 
 install: $(INSTALLED)
 
@@ -55,3 +57,16 @@ torture: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -W ignore tests/fuzz.py
+
+# Every stored result of the study, hours on two cores; what has been run already is not run again (runs/study).
+study: $(INSTALLED)
+	mkdir -p docs/study
+	for name in $(STUDIES); do \
+		$(BIN)/estr compare benchmarks/study/$$name.toml --output runs/study/$$name || exit 1; \
+		cp runs/study/$$name/compare.json docs/study/$$name.json; cp runs/study/$$name/compare.html docs/study/$$name.html; \
+	done
+	for name in default aggressive; do \
+		$(BIN)/estr compare benchmarks/study/$$name.toml --match masked_fraction --output runs/study/$$name-matched || exit 1; \
+		cp runs/study/$$name-matched/compare.json docs/study/$$name-matched.json; \
+		cp runs/study/$$name-matched/compare.html docs/study/$$name-matched.html; \
+	done

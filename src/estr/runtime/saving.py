@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 
 
 class CheckpointStore:
-    """Writes checkpoints of one run and keeps as many as the configuration says."""
+    """Writes checkpoints of one run and keeps as many as the configuration says.
 
-    def __init__(self, directory: RunDirectory, config: Config, pool: Pool) -> None:
-        self._directory, self._config, self._pool = directory, config, pool
+    ``source``: the step of the checkpoint that this process went on from; it is kept beyond that number, because an
+    engine that is started in the place of a dead one reads its model there.
+    """
+
+    def __init__(self, directory: RunDirectory, config: Config, pool: Pool, source: int = 0) -> None:
+        self._directory, self._config, self._pool, self._source = directory, config, pool, source
 
     def has(self, step: int) -> bool:
         return step in checkpoint_steps(self._directory)
@@ -47,7 +51,7 @@ class CheckpointStore:
         path = save_checkpoint(self._directory, step, model, parts.loaded.tokenizer, tensors, state, kind)
         good = newest_step(self._directory, is_good)
         protected = () if good is None else (good,)
-        kept = retain_checkpoints(self._directory, self._config.run.keep_checkpoints, protected)
+        kept = retain_checkpoints(self._directory, self._config.run.keep_checkpoints, (*protected, self._source))
         parts.journal.commit(step, prune_through=min((kept[0], *protected)))
         if keep := self._config.run.keep_rollouts:
             retain_rollouts(self._directory, step - keep + 1)

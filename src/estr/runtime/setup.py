@@ -206,7 +206,7 @@ def prepared(
             journal=journal,
             metrics=metrics,
             evaluator=_make_evaluator(config, task, base, loaded),
-            store=CheckpointStore(directory, config, pool),
+            store=CheckpointStore(directory, config, pool, position.step),
             directory_log=log,
             trackers=make_trackers(config.run.trackers, directory.path, stack),
             canary_tokens=_canary(loaded),

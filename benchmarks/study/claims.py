@@ -77,9 +77,9 @@ def law(data: Row) -> Section:
     section.verdict, section.reason = _law_verdict(ends)
     simulation = data["simulated"]
     section.notes.append(
-        f"The same fit on simulated logits with independent noise gives k = {simulation['exact']['exponent']:.2f} from exact "
-        f"expectations and {simulation['sampled']['exponent']:.2f} from one drawn token a position, so the fit itself would "
-        "find a law near 1 where there is one."
+        "The same fit on simulated logits with independent noise gives k = "
+        f"{simulation['exact']['exponent']:.2f} from exact expectations and {simulation['sampled']['exponent']:.2f} from "
+        "one drawn token a position, so the fit itself would find a law near 1 where there is one."
     )
     return section
 
@@ -99,7 +99,7 @@ def switches(data: Row) -> Section:
     """(b) what happens where new weights arrive."""
     section = Section(
         "Version switches: H and |δ| around them",
-        "Change of H and of |δ| from the eight tokens before to the eight tokens after new weights arrive inside a trajectory.",
+        "Change of H and of |δ| from the eight tokens before new weights arrive in a trajectory to the eight after.",
         ["python -m benchmarks.study.law runs/study/law"],
         header=["engine", "switches a run", "change of H (nats)", "change of |δ|"],
         figures=["switches"],
@@ -133,7 +133,7 @@ def dropped(mild: Row, matched: Row | None) -> Section:
     """(c) masked fraction and |E−1| of ESTR against IcePop and KPop."""
     section = Section(
         "ESTR drops fewer tokens and keeps the ratios of the others nearer to 1",
-        "Share of tokens dropped and mean |E − 1|, at the published thresholds and at thresholds that drop equal shares.",
+        "Share of tokens dropped and mean |E − 1|, at the published thresholds and where all drop the same share.",
         [
             "estr compare benchmarks/study/default.toml",
             "estr compare benchmarks/study/default.toml --match masked_fraction",
@@ -172,8 +172,8 @@ def reward(name: str, study: Row, command: str) -> Section:
     """(d) final reward of sync, async and the corrections."""
     section = Section(
         f"Final reward, {name}",
-        "Held-out reward at the end, against asynchronous GRPO without a correction; differences are paired over the seeds, "
-        "their intervals corrected (Holm) over the recipes.",
+        "Held-out reward at the end, against asynchronous GRPO without a correction; differences are paired over the "
+        "seeds, their intervals corrected (Holm) over the recipes.",
         [command],
         header=["recipe", "final reward", "difference from grpo", "area under the curve", "collapsed", "dropped"],
         figures=[f"reward-{name}"],
@@ -234,8 +234,8 @@ def sweep(title: str, question: str, study: Row, command: str, figure: str) -> S
 
 
 def _sweep_verdict(study: Row, names: list[str]) -> tuple[str, str]:
-    decided = {name: 0 for name in names}
-    worse = {name: 0 for name in names}
+    decided = dict.fromkeys(names, 0)
+    worse = dict.fromkeys(names, 0)
     for row in study["rows"]:
         difference = row["differences"].get("final")
         if difference and difference["decided"]:
@@ -285,7 +285,7 @@ def wallclock(data: Row) -> Section:
     speed = data["speedup"]
     section = Section(
         "Wall-clock to a given reward, sync against async",
-        f"Seconds of training until the held-out reward reaches {data['reward']}, log-normal tool latency, equal hardware.",
+        f"Seconds of training to a held-out reward of {data['reward']}; log-normal tool latency, equal hardware.",
         ["python -m benchmarks.study.wallclock"],
         header=["seed", "sync (s)", "async (s)", "final reward, sync", "final reward, async"],
         figures=["wallclock"],
@@ -298,7 +298,8 @@ def wallclock(data: Row) -> Section:
     if speed:
         section.verdict = HOLDS if speed["low"] >= 2.6 else OPEN if speed["high"] >= 2.6 else FAILS
         section.reason = (
-            f"async is {interval(speed, 2)} times as fast over {speed['pairs']} pairs (geometric mean); the paper says 2.6. "
+            f"async is {interval(speed, 2)} times as fast over {speed['pairs']} pairs (geometric mean); the paper says "
+            "2.6. "
             f"Difference of the final rewards, async minus sync: {interval(data['final_difference'])}"
         )
     return section

@@ -123,7 +123,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path, capsys: pytest.Capture
     finally:
         presser.join()
     assert outcome.status == 130
-    assert outcome.complaint == "interrupted"
+    assert outcome.complaint == f"stopped at once; go on with: estr resume {tmp_path / 'run'}"
 
 
 # ---------------------------------------------------------------------- disks

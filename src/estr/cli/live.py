@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from estr.cli.stopping import say, silence
 from estr.runtime.reporter import Reporter, Summary
 
 _LINE_EVERY = 5.0  # seconds between plain lines, except for steps with an evaluation
@@ -22,7 +23,8 @@ class ClosingReporter(Reporter, Protocol):
 
 def make_reporter() -> ClosingReporter:
     """The live view where standard error is a terminal, else plain lines."""
-    return LiveReporter() if sys.stderr.isatty() else LineReporter()
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    return UnheardReporter(LiveReporter()) if terminal else LineReporter()
 
 
 def describe(metrics: Mapping[str, float]) -> str:
@@ -48,26 +50,26 @@ class LineReporter:
         self._steps, self._printed = 0, 0.0
 
     def notice(self, sentence: str) -> None:
-        print(f"note: {sentence}", file=sys.stderr, flush=True)
+        say(f"note: {sentence}")
 
     def phase(self, sentence: str) -> None:
-        print(f"{sentence} …", file=sys.stderr, flush=True)
+        say(f"{sentence} …")
 
     def progress(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
         if now - self._printed >= _LINE_EVERY or done == total:
             self._printed = now
-            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+            say(f"{what}: {done} of {total}")
 
     def start(self, directory: Path, step: int, steps: int) -> None:
         self._steps = steps
-        print(f"run directory {directory}, step {step} of {steps}", file=sys.stderr, flush=True)
+        say(f"run directory {directory}, step {step} of {steps}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.monotonic()
         if now - self._printed >= _LINE_EVERY or "eval/reward" in metrics or step >= self._steps:
             self._printed = now
-            print(f"step {step}/{self._steps}: {describe(metrics)}", file=sys.stderr, flush=True)
+            say(f"step {step}/{self._steps}: {describe(metrics)}")
 
     def finish(self, summary: Summary) -> None:
         pass
@@ -117,3 +119,37 @@ class LiveReporter:
 
     def close(self) -> None:
         self._progress.stop()
+
+
+class UnheardReporter:
+    """Another reporter, whose terminal may go away: the run goes on without it."""
+
+    def __init__(self, reporter: ClosingReporter) -> None:
+        self._reporter = reporter
+
+    def notice(self, sentence: str) -> None:
+        self._tell(lambda: self._reporter.notice(sentence))
+
+    def phase(self, sentence: str) -> None:
+        self._tell(lambda: self._reporter.phase(sentence))
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self._tell(lambda: self._reporter.progress(what, done, total))
+
+    def start(self, directory: Path, step: int, steps: int) -> None:
+        self._tell(lambda: self._reporter.start(directory, step, steps))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tell(lambda: self._reporter.step(step, metrics))
+
+    def finish(self, summary: Summary) -> None:
+        self._tell(lambda: self._reporter.finish(summary))
+
+    def close(self) -> None:
+        self._tell(self._reporter.close)
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except (OSError, SystemExit):  # rich exits where a pipe is closed
+            silence(sys.stderr)

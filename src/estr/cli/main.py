@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from estr.cli.stopping import leave_on_signals, say, signals_stop, silence
 from estr.errors import EstrError, MissingExtraError, nearest
 
 Command = Callable[[argparse.Namespace], None]
@@ -267,12 +268,25 @@ def _version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    with signals_stop():
+        try:
+            status = _run(argv)
+        except KeyboardInterrupt:
+            status = _fail("interrupted", 130)
+    if argv is None:
+        leave_on_signals(status)
+    return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = build_parser().parse_args(argv)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     debug = arguments.debug or bool(os.environ.get("ESTR_DEBUG"))
     try:
         COMMANDS[arguments.command](arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except EstrError as error:
         if debug:
             raise
@@ -281,10 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _fail(str(MissingExtraError(error.name or "?", "train")), 2)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         return 0
     except Exception as error:
         if debug:
@@ -296,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(sentence: str, status: int) -> int:
-    print(f"estr: {sentence}", file=sys.stderr)
+    say(f"estr: {sentence}")
     return status
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
 import time
 from pathlib import Path
 
-from estr.cli.live import make_reporter
+from estr.cli.live import LineReporter, make_reporter
+from estr.cli.stopping import say
 from estr.config import Config
 from estr.config.load import dump_config, load_config
 from estr.config.validate import validate_config
@@ -24,6 +24,8 @@ from estr.storage.metrics import read_metrics
 from estr.storage.run_directory import RunDirectory
 from estr.storage.run_record import Ending, RunRecord
 
+_STOPPING = "note: stopping after this step, with a checkpoint; interrupt once more to stop now"
+
 
 def train(config_path: str, output: str | None, sets: list[str], *, dry_run: bool = False) -> None:
     """A whole run from a configuration file."""
@@ -31,7 +33,7 @@ def train(config_path: str, output: str | None, sets: list[str], *, dry_run: boo
     notices += validate_config(config)
     build_task(config)
     for notice in notices:
-        print(f"note: {notice}", file=sys.stderr)
+        say(f"note: {notice}")
     if dry_run:
         print(dump_config(config), end="")
         return
@@ -54,10 +56,11 @@ def resume(path: str, *, accept_changes: bool = False) -> None:
         validate_config(config)
         latest = latest_checkpoint(directory)
         for notice in latest.notices:
-            print(f"note: {notice}", file=sys.stderr)
+            say(f"note: {notice}")
         complete = latest.checkpoint is not None and latest.checkpoint.step >= config.run.steps
         if latest.checkpoint is not None and complete and RunRecord(directory).ending == "finished":
             print(f"{path} is finished: {latest.checkpoint.step} of {config.run.steps} steps are done")
+            _write_missing_report(directory)
             return
         _run(config, directory, latest.checkpoint, accept_changes=accept_changes)
 
@@ -77,8 +80,13 @@ def _run(
     except Interrupted:
         reporter.close()
         _ended(directory, "interrupted")
-        _write_report(directory.path, reporter)
+        with contextlib.suppress(KeyboardInterrupt):
+            _write_report(directory.path, reporter)
         raise Interrupted(f"interrupted; go on with: estr resume {directory.path}") from None
+    except KeyboardInterrupt:
+        reporter.close()
+        _ended(directory, "interrupted")
+        raise Interrupted(f"stopped at once; go on with: estr resume {directory.path}") from None
     except Divergence as error:
         reporter.close()
         _ended(directory, "diverged", str(error))
@@ -98,8 +106,16 @@ def _run(
         raise
     reporter.close()
     _ended(directory, "finished")
-    report = _write_report(directory.path, reporter)
+    try:
+        report = _write_report(directory.path, reporter)
+    except KeyboardInterrupt:
+        raise Interrupted(f"the run is finished; write its report with: estr report {directory.path}") from None
     _print_summary(summary, report)
+
+
+def _write_missing_report(directory: RunDirectory) -> None:
+    if not directory.report_path.exists() and (report := _write_report(directory.path, LineReporter())) is not None:
+        print(f"report {report}")
 
 
 def _ended(directory: RunDirectory, ending: Ending, reason: str = "") -> None:
@@ -113,7 +129,7 @@ def _drive(
 ) -> Summary:
     """The run to its end; from its last good checkpoint again where it diverges and may go back."""
     rollbacks = Rollbacks(directory, config)
-    with Interrupts() as interrupts:
+    with Interrupts(_STOPPING) as interrupts:
         while True:
             slowed = rollbacks.slowed(config)
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -19,11 +21,17 @@ class Interrupted(EstrError):  # noqa: N818
 
 
 class Interrupts:
-    """Context in which the signals are caught; ``check`` raises :class:`Interrupted` once one has come."""
+    """Context in which the signals are caught; ``check`` raises :class:`Interrupted` once one has come.
 
-    def __init__(self) -> None:
+    ``word`` is written to standard error as the first one comes. While ``immediate`` is set, the first one stops at
+    once as well: nothing is there yet that is worth a checkpoint.
+    """
+
+    def __init__(self, word: str = "") -> None:
         self._asked = False
+        self._word = word
         self._previous: dict[signal.Signals, Any] = {}
+        self.immediate = False
 
     @property
     def asked(self) -> bool:
@@ -34,9 +42,12 @@ class Interrupts:
             raise Interrupted("interrupted")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._asked or self.immediate:
             raise StopNow
         self._asked = True
+        if self._word:
+            with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
+                os.write(2, f"{self._word}\n".encode())
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():

@@ -54,12 +54,13 @@ class Run:
         parts.reporter.start(parts.directory.path, self._step, config.run.steps)
         try:
             self._publish()
-            if self._step == 0 and not self._evaluated:
-                self._first_evaluation()
+            self._make_up()
             while self._step < config.run.steps:
                 self._interrupts.check()
                 self._train_batch(self._collect())
                 self._maybe_checkpoint()
+            if self._owes_evaluation:
+                self._interrupts.check()
         except BrokenWeights as error:
             raise Divergence(str(error), self._step + 1) from error
         except Divergence:
@@ -165,8 +166,9 @@ class Run:
         metrics = dict(result.metrics) | parts.collector.selection.metrics() | {"version": parts.learner.version}
         if not math.isnan(parts.collector.canary_error):
             metrics["engine/canary_error"] = parts.collector.canary_error
-        if boundary and self._due(self._config.run.eval_every):
-            metrics["eval/reward"] = self._evaluate()
+        if boundary and self._owes_evaluation:
+            with contextlib.suppress(Interrupted):  # the loop sees it again, and a resume makes up for it
+                metrics["eval/reward"] = self._evaluate()
         metrics |= parts.accounting.step()
         parts.metrics.write(self._step, metrics)
         for tracker in parts.trackers:
@@ -182,16 +184,27 @@ class Run:
             self._step // every > (self._step - steps) // every or self._step >= self._config.run.steps
         )
 
-    def _first_evaluation(self) -> None:
-        if self._config.run.eval_every:
+    def _make_up(self) -> None:
+        """What belongs to the step that the run stands at and is not there: it is new, or an earlier process was killed
+        or interrupted before it."""
+        if self._step == 0 and self._config.run.eval_every and not self._evaluated:
             reward = self._evaluate()
             self._p.reporter.notice(f"held-out reward before training: {reward:.3f}")
+        elif self._step > 0 and self._owes_evaluation:
+            self._p.metrics.amend(self._step, {"eval/reward": self._evaluate()})
+        self._p.store.mark_best_of(self._evaluated)
+
+    @property
+    def _owes_evaluation(self) -> bool:
+        """Whether this step, the last of its rollout batch, is to be evaluated and was not."""
+        evaluated = bool(self._evaluated) and self._evaluated[-1][0] == self._step
+        return self._due(self._config.run.eval_every) and not evaluated
 
     def _evaluate(self) -> float:
         parts = self._p
         assert parts.evaluator is not None
         with parts.accounting.learner("evaluate", parts.learner.version):
-            evaluation = parts.evaluator.evaluate(parts.weights())
+            evaluation = parts.evaluator.evaluate(parts.weights(), self._interrupts.check)
         self._evaluated.append((self._step, evaluation.mean))
         parts.directory_log.evaluation(self._step, evaluation)
         return evaluation.mean
@@ -201,7 +214,7 @@ class Run:
         self._owed |= self._due(self._config.run.checkpoint_every)
         if self._is_best():
             self._checkpoint("best")
-            self._p.store.mark_best(self._step, self._evaluated[-1][1])
+            self._p.store.mark_best_of(self._evaluated)
         elif self._owed and not self._p.learner.skipped_in_row:
             self._checkpoint("periodic")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,15 @@ from estr.models.load import is_lora, merged_state, without_bars
 from estr.runtime.divergence import is_good
 from estr.runtime.pools import Pool
 from estr.runtime.position import adapter_tensors, window_tensors
-from estr.storage.checkpoints import checkpoint_steps, mark_best, newest_step, retain_checkpoints, save_checkpoint
+from estr.storage.checkpoints import (
+    Best,
+    best_checkpoint,
+    checkpoint_steps,
+    mark_best,
+    newest_step,
+    retain_checkpoints,
+    save_checkpoint,
+)
 from estr.storage.rollout_files import retain_rollouts
 from estr.storage.run_directory import RunDirectory
 
@@ -62,8 +71,14 @@ class CheckpointStore:
         lockstep = self._config.schedule.mode == "lockstep"
         return parts.collecting if lockstep and parts.collecting is not None else parts.schedule.next_group
 
-    def mark_best(self, step: int, reward: float) -> None:
-        mark_best(self._directory, step, reward)
+    def mark_best_of(self, evaluations: list[tuple[int, float]]) -> None:
+        """Mark the checkpoint with the best of these held-out rewards (the earliest of equal ones), if it is there."""
+        after_training = [(reward, -step) for step, reward in evaluations if step > 0 and not math.isnan(reward)]
+        if not after_training:
+            return
+        reward, step = max(after_training)
+        if self.has(-step) and best_checkpoint(self._directory) != Best(-step, reward):
+            mark_best(self._directory, -step, reward)
 
 
 class _Saveable:

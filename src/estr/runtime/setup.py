@@ -60,7 +60,7 @@ class EvaluationLog:
         )
 
     def withdraw_after(self, step: int) -> None:
-        self._writer.withdraw(lambda record: record.get("step", 0) <= step)
+        self._writer.withdraw_beyond("step", step)
 
     def close(self) -> None:
         self._writer.close()
@@ -144,6 +144,7 @@ def prepared(
     Raises:
         UsageError: the model, the task or their combination cannot be used, or are not those of the run.
     """
+    interrupts.immediate = True
     torch.set_num_threads(learner_threads(config))
     position = Position.of(checkpoint) if checkpoint is not None else Position()
     task = build_task(config)
@@ -167,6 +168,7 @@ def prepared(
         reporter.phase("starting the engines")
         pool = _make_pool(config, task, loaded, path, position, directory.spool)
         stack.callback(pool.close)
+        interrupts.immediate = False
         ledger = Ledger(directory)
         stack.callback(ledger.close)
         journal = RunJournal(config, ledger, rollouts, position.step)

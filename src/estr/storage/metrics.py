@@ -56,11 +56,25 @@ class JsonLinesWriter:
         records = read_json_lines(self.path)
         kept = [record for record in records if keep(record)]
         if len(kept) < len(records):
-            with disk_errors("write", self.path):
-                write_atomic(self.path, "".join(encode_line(record) + "\n" for record in kept).encode())
-            self.close()
-            self._open()
+            self._rewrite(kept)
         return len(records) - len(kept)
+
+    def withdraw_beyond(self, key: str, limit: int) -> int:
+        """Withdraw the lines whose ``key`` is a number greater than ``limit``; returns how many.
+
+        Raises:
+            UsageError: a line in which it is no number.
+        """
+        for number, record in enumerate(read_json_lines(self.path), 1):
+            if isinstance(record.get(key, 0), bool) or not isinstance(record.get(key, 0), int | float):
+                raise UsageError(f"{self.path}, line {number}: {key} is no number; mend or remove that line")
+        return self.withdraw(lambda record: record.get(key, 0) <= limit)
+
+    def _rewrite(self, records: list[Record]) -> None:
+        with disk_errors("write", self.path):
+            write_atomic(self.path, "".join(encode_line(record) + "\n" for record in records).encode())
+        self.close()
+        self._open()
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -91,7 +105,12 @@ class MetricsWriter(JsonLinesWriter):
 
     def withdraw_after(self, step: int) -> int:
         """Withdraw the lines of steps beyond ``step``; returns how many."""
-        return self.withdraw(lambda record: record.get("step", 0) <= step)
+        return self.withdraw_beyond("step", step)
+
+    def amend(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add to the line of ``step`` what was not known when it was written."""
+        records = read_json_lines(self.path)
+        self._rewrite([{**record, **metrics} if record.get("step") == step else record for record in records])
 
 
 class TimelineWriter(JsonLinesWriter):
@@ -104,7 +123,7 @@ class TimelineWriter(JsonLinesWriter):
 
     def withdraw_after(self, step: int) -> int:
         """Withdraw the intervals that ran under versions beyond ``step``; returns how many."""
-        return self.withdraw(lambda record: record.get("version", 0) <= step)
+        return self.withdraw_beyond("version", step)
 
 
 def encode_line(record: Mapping[str, Any]) -> str:

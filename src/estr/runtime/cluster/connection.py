@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from estr.errors import MissingExtraError, RunError, UsageError
 _TOKEN = secrets.token_hex(32)  # one for all clusters that this process starts: Ray reads it once
 _PREFIX = "estr-ray-"
 _SMALLEST_STORE = 80 << 20  # bytes; Ray refuses less than 75 MiB
+_KNOCK = 10.0  # seconds
 _QUIET = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
 
 
@@ -81,15 +83,23 @@ def _import_ray() -> Any:
 def _join(address: str) -> Cluster:
     ray = _import_ray()
     try:
+        _knock(address)
         with _own_signals():
             ray.init(address=address, **_QUIET)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = " ".join(str(error).split(". ")[0].split())
         raise UsageError(
             f"runtime.address: no Ray cluster could be joined at {address!r}: {reason}; start one with `ray start`, "
             "and where it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
         ) from error
     return Cluster(owned=False)
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nobody answers at host:port, which takes Ray minutes to find out."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK).close()
 
 
 def _start(sizes: dict[str, Any]) -> Cluster:
@@ -126,6 +136,8 @@ def _keep_to_ourselves(directory: Path) -> None:
         file.write(_TOKEN)
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ.update(switches, RAY_AUTH_TOKEN_PATH=str(path))
+    # Ray's helpers of a killed run would wait a minute for a control store that is gone.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
 
 
 def _remove_leftovers() -> None:

@@ -98,7 +98,9 @@ class Silent:
     def dropped(self, group: int, reason: str) -> None:
         self.dropped_groups.append((group, reason))
 
-    def write(self, actor: str, kind: str, start: float, end: float, version: int | None = None) -> None: ...
+    def write(
+        self, actor: str, kind: str, start: float, end: float, version: int | None = None, work: object = None
+    ) -> None: ...
 
 
 class Remembering(InlinePool):

@@ -220,3 +220,14 @@ def test_the_report_command_writes_where_it_is_told(
     assert (outcome.status, outcome.out.strip()) == (0, str(tmp_path / "both.html"))
     assert (tmp_path / "both.html").stat().st_size > 10_000
     assert estr(capsys, "report", asynchronous, synchronous).status == 2
+
+
+def test_the_timeline_says_what_engines_got_done_and_how_long_tools_took(asynchronous: Path) -> None:
+    spans = [span for span in read_json_lines(asynchronous / "timeline.jsonl") if span["kind"] == "generate"]
+    rows = stored(asynchronous)
+    sampled, finished = sum(span["sampled_tokens"] for span in spans), sum(int(row.action.sum()) for row in rows)
+    assert sampled >= finished > 0, "every stored token was sampled in some stretch of the timeline"
+    assert 0 < sum(span["decode_steps"] for span in spans) <= sampled
+    waits = [seconds for span in spans for seconds in span["tool_seconds"]]
+    assert max(waits) >= 0.15, "the task's artificial delay"
+    assert min(waits) >= 0.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from estr.runtime.messages import Activity
 
@@ -13,7 +13,15 @@ LEARNER = "learner"
 
 
 class TimelineSink(Protocol):
-    def write(self, actor: str, kind: str, start: float, end: float, version: int | None = None) -> None: ...
+    def write(
+        self,
+        actor: str,
+        kind: str,
+        start: float,
+        end: float,
+        version: int | None = None,
+        work: Mapping[str, Any] | None = None,
+    ) -> None: ...
 
 
 class Accounting:
@@ -40,7 +48,8 @@ class Accounting:
             if interval.kind == "generate":
                 self._busy += interval.end - interval.start
             start, end = interval.start - self._origin, interval.end - self._origin
-            self._sink.write(interval.actor, interval.kind, start, end, interval.version)
+            work = interval.work.to_json() if interval.work is not None else None
+            self._sink.write(interval.actor, interval.kind, start, end, interval.version, work)
 
     @contextmanager
     def learner(self, kind: str, version: int) -> Iterator[None]:

@@ -87,6 +87,25 @@ class Synced:
     canary_error: float
 
 
+@dataclass
+class Work:
+    """What an engine did in a stretch of time."""
+
+    decode_steps: int = 0
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    tool_seconds: list[float] = field(default_factory=list)  # of each environment reply that came in it
+
+    def add(self, other: Work) -> None:
+        self.decode_steps += other.decode_steps
+        self.sampled_tokens += other.sampled_tokens
+        self.prefilled_tokens += other.prefilled_tokens
+        self.tool_seconds += other.tool_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "tool_seconds": [round(seconds, 4) for seconds in self.tool_seconds]}
+
+
 @dataclass(frozen=True)
 class Interval:
     """A stretch of time of one actor, in seconds of the monotonic clock."""
@@ -96,6 +115,7 @@ class Interval:
     start: float
     end: float
     version: int = -1
+    work: Work | None = None
 
 
 @dataclass

@@ -51,6 +51,7 @@ class _Episode:
     left: Segment | None = None  # the open row that an earlier process left, until the engine has it
     at_work: bool = False  # its environment runs in a thread
     finish_reason: str = ""
+    asked_at: float = 0.0  # when the environment was given the last turn
     resumed_at: list[int] = field(default_factory=list)
 
 
@@ -80,6 +81,7 @@ class RolloutWorker:
         self._calls, self._keep_progress = calls or Calls(), keep_progress
         self._episodes: dict[str, _Episode] = {}
         self._results: list[Result] = []
+        self._tool_seconds: list[float] = []
 
     @property
     def running(self) -> int:
@@ -139,6 +141,11 @@ class RolloutWorker:
         results, self._results = self._results, []
         return results
 
+    def take_tool_seconds(self) -> list[float]:
+        """How long each reply of an environment took since the last call, artificial delay included."""
+        seconds, self._tool_seconds = self._tool_seconds, []
+        return seconds
+
     def run_all(self) -> list[Result]:
         """Tick until nothing runs."""
         results = self.tick()
@@ -167,6 +174,8 @@ class RolloutWorker:
             elif episode.phase == "restore":
                 self._restored(episode)
             elif episode.phase == "reply":
+                if not outcome.done:
+                    self._tool_seconds.append(self._clock() - episode.asked_at)
                 self._go_on(episode, outcome)
             else:
                 self._finish(episode, outcome)
@@ -215,7 +224,7 @@ class RolloutWorker:
         assert episode.conversation is not None
         episode.turns += 1
         episode.last = turn
-        episode.phase = "reply"
+        episode.phase, episode.asked_at = "reply", self._clock()
         with self._calls.during(episode.job.key):
             progress = self._progress(episode) if self._keep_progress else None
             if isinstance(progress, EnvironmentFailure):

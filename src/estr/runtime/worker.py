@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +21,10 @@ from estr.errors import EstrError
 from estr.runtime.calls import SharedCalls
 from estr.runtime.channels import Channel, Weights
 from estr.runtime.kernel import end_with_parent, limit_memory, take_name
-from estr.runtime.messages import Activity, Alive, Died, Event, Interval, Job, Ready, Synced
+from estr.runtime.messages import Activity, Alive, Died, Event, Interval, Job, Ready, Synced, Work
+
+if TYPE_CHECKING:
+    from estr.engines.local import EngineCounters
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent alone decides what they mean, wherever they were sent
 _REPORT_EVERY = 0.2  # seconds between activity reports
@@ -96,18 +100,21 @@ class Timeline:
     def __init__(self, actor: str) -> None:
         self.actor = actor
         self._kind, self._start, self._end, self._version = "", 0.0, 0.0, -1
+        self._work: Work | None = None
         self._done: list[Interval] = []
 
-    def add(self, kind: str, start: float, end: float, version: int) -> None:
+    def add(self, kind: str, start: float, end: float, version: int, work: Work | None = None) -> None:
         if kind == self._kind and version == self._version and start - self._end < _JOIN_GAP:
             self._end = end
+            if self._work is not None and work is not None:
+                self._work.add(work)
             return
         self._close()
-        self._kind, self._start, self._end, self._version = kind, start, end, version
+        self._kind, self._start, self._end, self._version, self._work = kind, start, end, version, work
 
     def _close(self) -> None:
         if self._end > self._start:
-            self._done.append(Interval(self.actor, self._kind, self._start, self._end, self._version))
+            self._done.append(Interval(self.actor, self._kind, self._start, self._end, self._version, self._work))
         self._kind, self._start = "", self._end
 
     def take(self) -> list[Interval]:
@@ -200,12 +207,22 @@ class EngineProcess:
     def _tick(self) -> None:
         if self._worker.idle and not self._worker.running:
             return
-        start, busy = time.monotonic(), self._engine.busy
+        start, before = time.monotonic(), dataclasses.replace(self._engine.counters)
         results = self._worker.tick()
-        if busy:
-            self._timeline.add("generate", start, time.monotonic(), self._engine.version)
         for result in results:
             self._send(result)
+        work = self._work_since(before)
+        if work.sampled_tokens or work.prefilled_tokens:
+            self._timeline.add("generate", start, time.monotonic(), self._engine.version, work)
+
+    def _work_since(self, before: EngineCounters) -> Work:
+        now = self._engine.counters
+        return Work(
+            now.decode_steps - before.decode_steps,
+            now.sampled_tokens - before.sampled_tokens,
+            now.prefilled_tokens - before.prefilled_tokens,
+            self._worker.take_tool_seconds(),
+        )
 
     def _report(self) -> None:
         now = time.monotonic()

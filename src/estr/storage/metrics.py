@@ -116,10 +116,21 @@ class MetricsWriter(JsonLinesWriter):
 class TimelineWriter(JsonLinesWriter):
     """timeline.jsonl: what each process did when, in seconds since the run started."""
 
-    def write(self, actor: str, kind: str, start: float, end: float, version: int | None = None) -> None:
+    def write(
+        self,
+        actor: str,
+        kind: str,
+        start: float,
+        end: float,
+        version: int | None = None,
+        work: Mapping[str, Any] | None = None,
+    ) -> None:
         """Append one interval: ``actor`` (``learner``, ``engine-0``…) did ``kind`` (``generate``, ``train``, ``wait``…)
-        from ``start`` to ``end`` with the weights of ``version``."""
-        self.append({"actor": actor, "kind": kind, "start": start, "end": end, "version": version})
+        from ``start`` to ``end`` with the weights of ``version``. ``work`` is what an engine got done in it:
+        decode_steps, sampled_tokens, prefilled_tokens, and tool_seconds of each environment reply."""
+        self.append(
+            {"actor": actor, "kind": kind, "start": start, "end": end, "version": version, **(work if work else {})}
+        )
 
     def withdraw_after(self, step: int) -> int:
         """Withdraw the intervals that ran under versions beyond ``step``; returns how many."""

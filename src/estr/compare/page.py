@@ -42,6 +42,20 @@ SWEPT: tuple[tuple[Measure, str], ...] = (
 )
 
 
+BESIDE = (
+    "auc",
+    "collapsed",
+    "masked_fraction",
+    "clip_fraction",
+    "kl",
+    "kl_end",
+    "ratio_deviation",
+    "delta_abs",
+    "entropy_end",
+)
+"""What the table shows beside the final reward and its difference."""
+
+
 @dataclass(frozen=True)
 class Line:
     """A row of the table of one point."""
@@ -108,28 +122,17 @@ def _definitions(comparison: Comparison) -> str:
 
 
 def _board(comparison: Comparison, point: Point) -> Board:
-    keys = [
-        "final",
-        "auc",
-        "collapsed",
-        "masked_fraction",
-        "clip_fraction",
-        "kl",
-        "ratio_deviation",
-        "delta_abs",
-        "entropy_end",
-    ]
-    head = ["recipe", "seeds", *(BY_KEY[key].name for key in keys)]
-    head += [f"final − {comparison.baseline.label}", "p (Holm)", f"area − {comparison.baseline.label}", "p (Holm)"]
-    lines = [_line(comparison, row, keys) for row in comparison.at(point)]
-    return Board(f"{point.axis} = {point.label}" if point.axis else "", head, lines)
+    head = ["recipe", "seeds", FINAL.name, f"minus {comparison.baseline.label}", "p (Holm)"]
+    head += [BY_KEY[key].name for key in BESIDE]
+    title = f"{point.axis} = {point.label}" if point.axis else ""
+    return Board(title, head, [_line(comparison, row) for row in comparison.at(point)])
 
 
-def _line(comparison: Comparison, row: Row, keys: list[str]) -> Line:
-    cells = [str(len(row.runs)), *(interval_words(key, row.measures.get(key)) for key in keys)]
-    for measure in (FINAL, AUC):
-        found = row.differences.get(measure.key)
-        cells += [difference_words(found), p_words(found)]
+def _line(comparison: Comparison, row: Row) -> Line:
+    found = row.differences.get(FINAL.key)
+    cells = [str(len(row.runs)), interval_words(FINAL.key, row.measures.get(FINAL.key))]
+    cells += [difference_words(found), p_words(found)]
+    cells += [interval_words(key, row.measures.get(key)) for key in BESIDE]
     return Line(SERIES[comparison.entries.index(row.entry) % len(SERIES)], row.entry.label, cells)
 
 

@@ -22,6 +22,14 @@ from estr.report.svg import THEMED, even_ticks, log_axis, new_figure, style_axes
 
 INK = THEMED
 LEGENDS = 12  # entries named in a legend
+AXES: dict[str, tuple[str, str]] = {
+    "schedule.inter": ("imposed Δ inter", "optimizer steps"),
+    "schedule.intra": ("imposed Δ intra", "optimizer steps"),
+    "rollout.dtype": ("engine precision", ""),
+    "learner.learning_rate": ("learning rate", ""),
+    "rollout.max_new_tokens": ("tokens a turn may have", "tokens"),
+}
+"""Names and units of axes that a sweep is often about; others are called by their setting."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ CHARTS = (
 def reward_panel(comparison: Comparison, point: Point, name: str) -> Panel:
     """Held-out reward over steps: mean over seeds with its interval."""
     title = "Held-out reward"
-    figure = new_figure(560, 300)
+    figure = new_figure(470, 270)
     axes = figure.add_subplot()
     style_axes(axes, INK, "optimizer step", "held-out reward, mean over seeds")
     for row in comparison.at(point):
@@ -106,7 +114,7 @@ def difference_panel(comparison: Comparison, point: Point, measure: Measure, nam
     rows = [row for row in comparison.at(point) if measure.key in row.differences]
     if not rows:
         return empty(name, title, "There is no second recipe with the seeds of the baseline to take differences from.")
-    figure = new_figure(560, 70 + 26 * len(rows))
+    figure = new_figure(470, 64 + 22 * len(rows))
     axes = figure.add_subplot()
     style_axes(axes, INK, f"paired difference of {measure.name} over the same seeds", "")
     axes.grid(visible=False)
@@ -146,7 +154,7 @@ def seeds_panel(comparison: Comparison, point: Point, name: str) -> Panel:
     rows = [row for row in comparison.at(point) if "final" in row.measures]
     if not rows:
         return empty(name, title, "No run has a held-out evaluation.")
-    figure = new_figure(560, 70 + 26 * len(rows))
+    figure = new_figure(470, 64 + 22 * len(rows))
     axes = figure.add_subplot()
     style_axes(axes, INK, "final held-out reward", "")
     axes.grid(visible=False)
@@ -251,10 +259,11 @@ Line = tuple[int, str, list[Interval | None]]
 
 
 def _against(lines: Sequence[Line], places: _Places, axis: str, measure: Measure, guide: str, name: str) -> Panel:
-    title = f"{measure.name[:1].upper()}{measure.name[1:]} against {axis}"
-    figure = new_figure(470, 280)
+    words, unit = AXES.get(axis, (axis, ""))
+    title = f"{measure.name[:1].upper()}{measure.name[1:]} against {words}"
+    figure = new_figure(470, 270)
     axes = figure.add_subplot()
-    style_axes(axes, INK, axis, f"{measure.name} ({measure.unit})")
+    style_axes(axes, INK, f"{words} ({unit})" if unit else words, f"{measure.name} ({measure.unit})")
     shift = _shifts(places, len(lines))
     for order, (index, _, found) in enumerate(lines):
         kept = [i for i, one in enumerate(found) if one is not None]
@@ -279,7 +288,7 @@ def _against(lines: Sequence[Line], places: _Places, axis: str, measure: Measure
 
 def _height(axes: Axes, measure: Measure) -> None:
     low, high = axes.get_ylim()
-    axes.set_ylim(min(0.0, low) if measure.key != "collapsed" else -0.03, max(high, 0.02))
+    axes.set_ylim(*((-0.04, 1.04) if measure.key == "collapsed" else (min(0.0, low), max(high, 0.02))))
     even_ticks(axes)
     if "share" in measure.unit:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))

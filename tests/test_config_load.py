@@ -213,6 +213,8 @@ def values_of(field) -> st.SearchStrategy:
         return st.text(st.characters(codec="utf-8"), max_size=8)
     if typing.get_origin(field.annotation) is list:
         return st.lists(st.sampled_from(["wandb", "trackio"]), max_size=2)
+    if typing.get_origin(field.annotation) is dict:
+        return st.dictionaries(NAMES, st.floats(0, 8), max_size=2)
     return st.sampled_from(typing.get_args(field.annotation))
 
 

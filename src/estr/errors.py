@@ -45,10 +45,31 @@ class MissingExtraError(UsageError):
         super().__init__(f"this needs the package {package!r}; install it with: pip install 'estr[{extra}]'")
 
 
+_LISTED = 24  # names in a sentence that lists all
+_SHOWN = 60  # characters of a value in a sentence
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name closest to ``name``, as the end of a sentence: ``"; did you mean 'tau'?"``, or a list of all."""
     names = sorted(known)
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name)[:_SHOWN], names, n=1, cutoff=0.5)
+    close = close or [known for known in names if known.lower() == str(name).lower()]
     if close:
         return f"; did you mean {close[0]!r}?"
+    if len(names) > _LISTED:
+        return f"; known are {', '.join(names[:_LISTED])} and {len(names) - _LISTED} more"
     return f"; known are {', '.join(names)}" if names else ""
+
+
+def shown(value: object) -> str:
+    """A value as an error repeats it: as in Python, on one line, and of something long the beginning."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def plain(name: str) -> str:
+    """A name as an error says it: as it is written where it is short and printable, else as `shown`."""
+    return name if name.isprintable() and len(name) <= _SHOWN else shown(name)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from estr.errors import nearest
+from estr.errors import nearest, shown
 from estr.own_code import file_of, import_own, is_own
 
 T = TypeVar("T")
@@ -115,16 +115,23 @@ def _check_type(option: str, value: Any, default: Any) -> None:
     elif isinstance(default, int):
         right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
     else:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and _finite(value)
         right, wanted = number or (default is None and value is None), "a finite number"
     if not right:
-        raise ValueError(f"{option} must be {wanted}, not {value!r}")
+        raise ValueError(f"{option} must be {wanted}, not {shown(value)}")
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def choose(option: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ``ValueError`` unless ``value`` is one of ``allowed``."""
     if value not in allowed:
-        raise ValueError(f"{option} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+        raise ValueError(f"{option} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}")
 
 
 def within(option: str, value: Any, low: float, high: float = float("inf"), *, open_low: bool = False) -> None:
@@ -132,4 +139,4 @@ def within(option: str, value: Any, low: float, high: float = float("inf"), *, o
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not (low < value <= high if open_low else low <= value <= high):
         bracket = "(" if open_low else "["
-        raise ValueError(f"{option} must be a number in {bracket}{low:g}, {high:g}], not {value!r}")
+        raise ValueError(f"{option} must be a number in {bracket}{low:g}, {high:g}], not {shown(value)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 from estr.cli.stopping import leave_on_signals, say, signals_stop, silence
 from estr.errors import EstrError, MissingExtraError, nearest
 
+_OVERLONG = re.compile(r"[^\s/]{200,}")
 Command = Callable[[argparse.Namespace], None]
 
 
@@ -308,8 +310,15 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _fail(sentence: str, status: int) -> int:
-    say(f"estr: {sentence}")
+    say(f"estr: {one_line(sentence)}")
     return status
+
+
+def one_line(sentence: str) -> str:
+    """Without line breaks and other control characters, and of overlong words only the beginning."""
+    line = " ".join(sentence.split())
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+    return _OVERLONG.sub(lambda word: word[0][:60] + "…", line)
 
 
 if __name__ == "__main__":

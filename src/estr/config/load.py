@@ -13,11 +13,13 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from estr.config.methods import resolve_methods
+from estr.config.names import nearest_key, other_name
 from estr.config.objective_section import resolve_objective
 from estr.config.own import settle_modules
 from estr.config.sections import Config, Section, bounds_in_words
-from estr.config.toml import line_of, parse_set, read_toml, shown
-from estr.errors import UsageError, nearest
+from estr.config.toml import line_of, parse_set, read_toml
+from estr.config.toml import shown as argument_shown
+from estr.errors import UsageError, nearest, plain, shown
 
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
 _RESOLVED = "# The whole resolved configuration of a run, written by estr.\n"
@@ -133,7 +135,7 @@ def _collect(sets: Sequence[str]) -> dict[str, Any]:
         keys, value = parse_set(argument)
         section = SECTIONS.get(keys[0])
         if section is None:
-            raise UsageError(f"--set {shown(argument)}: there is no section {keys[0]!r}{nearest(keys[0], SECTIONS)}")
+            raise UsageError(f"--set {argument_shown(argument)}: {_no_section(keys[0])}")
         known = section.model_fields.get(keys[1])
         if known is not None and known.annotation is str:
             keys, value = parse_set(argument, text_key=True)
@@ -145,7 +147,7 @@ def _place(target: dict[str, Any], keys: tuple[str, ...], value: Any, argument: 
     for key in keys[:-1]:
         target = target.setdefault(key, {})
         if not isinstance(target, dict):
-            raise UsageError(f"--set {shown(argument)}: {key} is a value already, not a table")
+            raise UsageError(f"--set {argument_shown(argument)}: {key} is a value already, not a table")
     target[keys[-1]] = value
 
 
@@ -163,7 +165,7 @@ def _check_sections(file: dict[str, Any], source: _Source) -> None:
     for name, section in file.items():
         if name not in SECTIONS:
             kind = "section" if isinstance(section, dict) else "key outside the sections"
-            raise UsageError(f"{source.where((name,))}there is no {kind} {name!r}{nearest(name, SECTIONS)}")
+            raise UsageError(source.where((name,)) + _no_section(name, kind))
         if not isinstance(section, dict):
             raise UsageError(f"{source.where((name,))}{name} must be a section: write [{name}] on a line of its own")
 
@@ -174,13 +176,13 @@ def _sentence(error: ValidationError, source: _Source) -> str:
     keys = tuple(str(part) for part in first["loc"])
     named = keys[:2] if len(keys) > 1 else keys
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{source.where(named)}{'.'.join(keys)} {_what(first, keys)}{more}"
+    return f"{source.where(named)}{'.'.join(map(plain, keys))} {_what(first, keys)}{more}"
 
 
 def _what(problem: ErrorDetails, keys: tuple[str, ...]) -> str:
     kind, context, value = problem["type"], problem.get("ctx", {}), problem["input"]
     if kind == "extra_forbidden":
-        return f"is not a known key{nearest(keys[-1], SECTIONS[keys[0]].model_fields)}"
+        return f"is not a known key{nearest_key(keys[0], keys[-1])}"
     if kind == "literal_error":
         hint = nearest(value, _choices(context)) if isinstance(value, str) else ""
         allowed = "" if hint.startswith("; known") else hint
@@ -207,10 +209,14 @@ _WANTED = {
 _BEYOND = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 
 
+def _no_section(name: str, kind: str = "section") -> str:
+    hint = other_name(name) if kind != "section" else None
+    return f"there is no {kind} {shown(name)}{f'; did you mean {hint}?' if hint else nearest(name, SECTIONS)}"
+
+
 def _choices(context: Mapping[str, Any]) -> list[str]:
     return [part for part in str(context.get("expected", "")).split("'") if part.strip(" ,or")]
 
 
 def _show(value: Any) -> str:
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    return str(value).lower() if isinstance(value, bool) else shown(value)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from estr.errors import UsageError, nearest
+from estr.errors import UsageError, nearest, plain, shown
 from estr.own_code import is_own
 from estr.registry import Method, Registry
 
@@ -161,7 +161,7 @@ def _find(family: Family, name: str, path: str) -> Method:
     known = family.table()
     if name not in known and not is_own(name):
         names = [*known, NONE] if family.optional and not family.several else known
-        raise UsageError(f"{path}: there is no {family.kind} {name!r}{nearest(name, names)}")
+        raise UsageError(f"{path}: there is no {family.kind} {shown(name)}{nearest(name, names)}")
     try:
         return family.registry.find(name)
     except ValueError as error:
@@ -172,13 +172,13 @@ def _complete(family: Family, name: str, given: Mapping[str, Any], path: str) ->
     """``given`` over the defaults of ``name``, without those that are None, which TOML cannot say."""
     if name == NONE:
         for option in given:
-            raise UsageError(f"{path}.{option} has nothing to act on: {family.path} is {NONE!r}")
+            raise UsageError(f"{path}.{plain(option)} has nothing to act on: {family.path} is {NONE!r}")
         return {}
     defaults = _find(family, name, family.path).hyperparameters
     for option in given:
         if option not in defaults:
             hint = nearest(option, defaults)
-            raise UsageError(f"{path}.{option}: the {family.kind} {name!r} has no such option{hint}")
+            raise UsageError(f"{path}.{plain(option)}: the {family.kind} {name!r} has no such option{hint}")
     try:
         family.registry.make(name, dict(given))
     except (ValueError, TypeError) as error:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 from estr.config.calibration import apply_calibration
 from estr.config.methods import resolve_methods
 from estr.config.sections import ObjectiveConfig
-from estr.errors import UsageError, nearest
+from estr.config.names import nearest_key
+from estr.errors import UsageError, nearest, plain, shown
 from estr.own_code import is_own
 
 if TYPE_CHECKING:
     from estr.objectives import Objective
 
 _FIXED = set(ObjectiveConfig.model_fields)
+_PPO = ("ppo", "ppo_clip", "clip", "vanilla")
 _DEFAULT_RECIPE = str(ObjectiveConfig.model_fields["recipe"].default)
 
 
@@ -111,7 +113,7 @@ def _split(section: Mapping[str, Any], known: Mapping[str, Any]) -> _Part:
             part.named[recipe] = value
         else:
             hint = nearest(key, [*known, *(name for name in _FIXED if name.endswith("_options"))])
-            raise UsageError(f"objective.{key} is a table, but there is no recipe of that name{hint}")
+            raise UsageError(f"objective.{plain(key)} is a table, but there is no recipe of that name{hint}")
     return part
 
 
@@ -124,14 +126,16 @@ def _merge_file(recipe: str, part: _Part) -> dict[str, Any]:
 
 def _check_recipe(recipe: Any, known: Mapping[str, Any]) -> None:
     if not isinstance(recipe, str) or recipe not in known:
-        raise UsageError(f"objective.recipe: there is no recipe {recipe!r}{nearest(str(recipe), known)}")
+        if str(recipe).lower().replace("-", "_") in _PPO:
+            raise UsageError(f"objective.recipe: there is no recipe {recipe!r}; PPO's clip on π/μ is 'grpo'")
+        raise UsageError(f"objective.recipe: there is no recipe {shown(recipe)}{nearest(str(recipe), known)}")
 
 
 def _check_names(recipe: str, values: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> None:
     for key in values:
         if key not in known[recipe]:
-            hint = nearest(key, [*known[recipe], *_FIXED])
-            raise UsageError(f"objective.{key}: the recipe {recipe!r} has no such hyperparameter{hint}")
+            hint = nearest_key("objective", key, known[recipe])
+            raise UsageError(f"objective.{plain(key)}: the recipe {recipe!r} has no such hyperparameter{hint}")
 
 
 def _left_out(old: Any, new: str, written: _Part) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from estr.errors import UsageError
 
 _HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
+_DIGITS = re.compile(r"[\d_]{4301}")
 _BARE = re.compile(r"[A-Za-z0-9_-]{1,80}")
 
 
@@ -36,6 +37,13 @@ def read_toml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
         raise UsageError(f"{name} is not valid TOML: {_lower_first(str(error))}") from None
     except RecursionError:
         raise UsageError(f"{name} is not valid TOML: it is nested too deeply") from None
+    except ValueError:  # Python reads no longer ones
+        raise UsageError(f"{name} holds a whole number of more than 4300 digits{_line_of_digits(text)}") from None
+
+
+def _line_of_digits(text: str) -> str:
+    lines = (number for number, line in enumerate(text.splitlines(), 1) if _DIGITS.search(line))
+    return next((f" on line {number}" for number in lines), "")
 
 
 def line_of(text: str, keys: tuple[str, ...]) -> int | None:
@@ -68,13 +76,13 @@ def parse_set(argument: str, text_key: bool = False) -> tuple[tuple[str, ...], A
 def shown(argument: str) -> str:
     """An argument as it is repeated in an error: one line, and not a long one."""
     line = argument if argument.isprintable() else repr(argument)
-    return line if len(line) <= 80 else line[:77] + "..."
+    return line if len(line) <= 80 else line[:79] + "…"
 
 
 def _value(text: str, as_text: bool) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text
     if set(parsed) != {"value"} or (as_text and not isinstance(parsed["value"], str)):
         return text

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from estr.errors import UsageError, nearest
+from estr.errors import UsageError, nearest, shown
+
+FIXED = ("name", "path", "tool_timeout")
+"""Keys of [task] that are no options, which a misspelt key may be meant for."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,13 @@ def resolve(task: str, options: Mapping[str, Option], given: Mapping[str, Any]) 
     """Every option with its value. Raises `UsageError` naming an unknown key or a value that is not accepted."""
     for key in given:
         if key not in options:
-            raise UsageError(f"task {task!r} has no option {key!r}{nearest(key, options)}")
+            raise UsageError(f"task {task!r} has no option {shown(key)}{nearest(key, [*options, *FIXED])}")
     values = {}
     for key, option in options.items():
         try:
             values[key] = option.check(given.get(key, option.default))
         except (ValueError, TypeError) as error:
-            raise UsageError(f"task.{key} of task {task!r} must be {error}, not {given[key]!r}") from None
+            raise UsageError(f"task.{key} of task {task!r} must be {error}, not {shown(given[key])}") from None
     return values
 
 
@@ -50,9 +53,13 @@ def number(low: float, high: float = math.inf) -> Callable[[Any], float]:
     def check(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise ValueError(f"a number in [{low:g}, {high:g}]" if high < math.inf else f"a number of at least {low:g}")
-        if not math.isfinite(value):
+        try:
+            accepted = float(value)
+        except OverflowError:  # a whole number beyond every float
+            accepted = math.inf
+        if not math.isfinite(accepted):
             raise ValueError("a finite number")
-        return float(value)
+        return accepted
 
     return check
 

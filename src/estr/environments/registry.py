@@ -10,8 +10,8 @@ from typing import Any
 from estr.environments.base import Task
 from estr.environments.calculator import CalculatorTask
 from estr.environments.gsm8k import Gsm8kTask
-from estr.environments.options import Option
-from estr.errors import UsageError, nearest
+from estr.environments.options import FIXED, Option
+from estr.errors import UsageError, nearest, shown
 from estr.own_code import file_of, import_own, is_own
 
 _BUILT_IN = {task.name: task for task in (CalculatorTask, Gsm8kTask)}
@@ -53,7 +53,7 @@ def _built(name: str, task_class: Any, known: Mapping[str, Any] | None, options:
         return task
     for key in options:
         if known is not None and key not in known:
-            raise UsageError(f"task {name!r} has no option {key!r}{nearest(key, known)}")
+            raise UsageError(f"task {name!r} has no option {shown(key)}{nearest(key, [*known, *FIXED])}")
     try:
         task = task_class(**options)
         _require(task, _TASK_MEMBERS, f"task {name!r} is not a task")
@@ -84,7 +84,9 @@ def _keywords(task_class: Any) -> Mapping[str, Any] | None:
 
 def _own_class(name: str) -> Any:
     if not is_own(name):
-        raise UsageError(f"no task {name!r}{nearest(name, _BUILT_IN)}; a task of your own is named module:Class")
+        hint = nearest(name, _BUILT_IN)
+        own = "" if hint.endswith("?") else ", and module:Class for one of your own"
+        raise UsageError(f"no task {shown(name)}{hint}{own}")
     try:
         module, class_name = import_own(name)
     except ValueError as error:

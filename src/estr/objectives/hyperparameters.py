@@ -9,7 +9,7 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
-from estr.errors import nearest
+from estr.errors import nearest, shown
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,14 @@ class Number(Parameter):
         if value is None and self.optional:
             return None
         if isinstance(value, bool) or not isinstance(value, Real):
-            raise ValueError(f"must be {self.allowed}, got {value!r}")
-        number = float(value)
+            raise ValueError(f"must be {self.allowed}, got {shown(value)}")
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number beyond every float
+            raise ValueError(f"must be {self.allowed}, got {shown(value)}") from None
         above = number > self.low if self.open_low else number >= self.low
         if math.isnan(number) or not above or number > self.high or (self.integer and number != int(number)):
-            raise ValueError(f"must be {self.allowed}, got {value!r}")
+            raise ValueError(f"must be {self.allowed}, got {shown(value)}")
         return int(number) if self.integer else number
 
 
@@ -50,7 +53,7 @@ class Choice(Parameter):
 
     def check(self, value: Any) -> str:
         if value not in self.values:
-            raise ValueError(f"must be {self.allowed}, got {value!r}")
+            raise ValueError(f"must be {self.allowed}, got {shown(value)}")
         return str(value)
 
 
@@ -58,7 +61,7 @@ class Choice(Parameter):
 class Flag(Parameter):
     def check(self, value: Any) -> bool:
         if not isinstance(value, bool):
-            raise ValueError(f"must be {self.allowed}, got {value!r}")
+            raise ValueError(f"must be {self.allowed}, got {shown(value)}")
         return value
 
 

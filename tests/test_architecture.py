@@ -30,6 +30,7 @@ ALLOWED = {
     | {"config", "environments", "models", "engines", "schedule", "learner", "transport", "storage"},
 }
 ALLOWED["inspect"] = BOTTOM | MATHS | {"storage", "report"}
+ALLOWED["plan"] = BOTTOM | {"config", "environments", "schedule", "storage", "report"}
 ALLOWED["compare"] = BOTTOM | MATHS | {"config", "storage", "runtime", "inspect", "report"}
 TOP = {"report", "cli", "__init__", "__main__"}
 

@@ -77,6 +77,12 @@ def _replay(arguments: argparse.Namespace) -> None:
     replay_command(arguments.directory, arguments.recipe, arguments.set, as_json=arguments.json)
 
 
+def _plan(arguments: argparse.Namespace) -> None:
+    from estr.cli.planning import plan
+
+    plan(arguments.source, arguments.set, as_json=arguments.json, html=arguments.html)
+
+
 def _compare(arguments: argparse.Namespace) -> None:
     from estr.cli.comparing import Options, compare
 
@@ -134,6 +140,7 @@ COMMANDS: dict[str, Command] = {
     "calibrate": _calibrate,
     "replay": _replay,
     "compare": _compare,
+    "plan": _plan,
     "report": _report,
     "recipes": _recipes,
     "tasks": _tasks,
@@ -174,6 +181,7 @@ def build_parser() -> Parser:
     _add_calibrate(commands, sets)
     _add_replay(commands, sets)
     _add_compare(commands, sets)
+    _add_plan(commands, sets)
 
     report = commands.add_parser("report", help="the HTML report of one or more runs")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
@@ -238,6 +246,16 @@ def _add_replay(commands: Any, sets: dict[str, Any]) -> None:
     replay.add_argument("--recipe", metavar="X", help="objective to replay (default: the run's own)")
     replay.add_argument("--set", **sets, help="override a key, for example objective.tau=0.5 (repeatable)")
     replay.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _add_plan(commands: Any, sets: dict[str, Any]) -> None:
+    plan = commands.add_parser(
+        "plan", help="simulate a cluster: engines for each learner rank, max_staleness, throughput, idle time"
+    )
+    plan.add_argument("source", metavar="PLAN_OR_RUN", help="TOML file of a plan, or a run whose parameters are taken")
+    plan.add_argument("--set", **sets, help="override a key, for example cluster.engines=4 (repeatable)")
+    plan.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    plan.add_argument("--html", metavar="OUT", help="a page for people")
 
 
 def _add_compare(commands: Any, sets: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """The parameters of a plan from a run: what was generated, how fast, and what the learner took for it.
 
-    rollouts/       lengths of prompts, turns and replies, by group
-    timeline.jsonl  decode steps, tokens and seconds of the engines; how long tools took; learner, publication, pauses
-    metrics.jsonl   what the run came to, to compare a prediction with
+rollouts/       lengths of prompts, turns and replies, by group
+timeline.jsonl  decode steps, tokens and seconds of the engines; how long tools took; learner, publication, pauses
+metrics.jsonl   what the run came to, to compare a prediction with
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def calibrate(directory: Path) -> Calibration:
     config = RunDirectory.open(directory).config()
     spans, metrics = read_timeline(directory), read_metrics(directory)
     if config.schedule.mode == "lockstep":
-        raise UsageError(f"{directory} is a lockstep run, whose clock is not the machine's; plan from a sync or async run")
+        raise UsageError(
+            f"{directory} is a lockstep run, whose clock is not the machine's; plan from a sync or async run"
+        )
     if len(metrics) < _SKIPPED + 4:
         raise UsageError(f"{directory} has {len(metrics)} optimizer steps, too few to plan from; at least 6 are needed")
     groups, tokens = _rollouts(directory, config)

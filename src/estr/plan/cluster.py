@@ -249,7 +249,7 @@ class Cluster:
             self._replied(job)
             return
         timer = self.environment.timeout(seconds)
-        timer.callbacks.append(lambda _: self._replied(job))  # type: ignore[union-attr]
+        timer.callbacks.append(lambda _: self._replied(job))
 
     def _replied(self, job: Job) -> None:
         if not job.live:
@@ -304,7 +304,7 @@ class Cluster:
     def _fail_later(self, engine: Engine) -> None:
         delay = self._dice.expovariate(1.0 / (3600.0 * self._plan.cluster.failure_hours))
         timer = self.environment.timeout(delay)
-        timer.callbacks.append(lambda _: self._engine_failed(engine))  # type: ignore[union-attr]
+        timer.callbacks.append(lambda _: self._engine_failed(engine))
 
     def _engine_failed(self, engine: Engine) -> None:
         if engine.version != self._published:
@@ -312,7 +312,7 @@ class Cluster:
         for job in engine.fail():
             self._place(job)
         timer = self.environment.timeout(self._plan.cluster.restart_seconds)
-        timer.callbacks.append(lambda _: self._engine_back(engine))  # type: ignore[union-attr]
+        timer.callbacks.append(lambda _: self._engine_back(engine))
 
     def _engine_back(self, engine: Engine) -> None:
         engine.restart()

@@ -196,7 +196,7 @@ class Engine:
         self._alarm += 1
         number = self._alarm
         timer = self._env.timeout(max(0.0, delay))
-        timer.callbacks.append(lambda _: self._rang(number))  # type: ignore[union-attr]
+        timer.callbacks.append(lambda _: self._rang(number))
 
     def _rang(self, number: int) -> None:
         if number == self._alarm and self._run is not None:

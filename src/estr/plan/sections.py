@@ -24,7 +24,9 @@ class ClusterSection(Section):
     gpus_per_engine: int = Field(1, ge=1, description="GPUs of one engine.")
     learner_ranks: int = Field(1, ge=1, description="GPUs (or processes) of the learner.")
     slots: int = Field(64, ge=1, description="Trajectories decoded at once by one engine.")
-    parked: int = Field(-1, ge=-1, description="Further rows that keep the cache of waiting trajectories; -1: as slots.")
+    parked: int = Field(
+        -1, ge=-1, description="Further rows that keep the cache of waiting trajectories; -1: as slots."
+    )
     failure_hours: float = Field(0.0, ge=0, description="Mean hours between failures of one engine; 0: none fails.")
     restart_seconds: float = Field(120.0, ge=0, description="Seconds until a failed engine is there again.")
 

@@ -78,8 +78,9 @@ def law(data: Row) -> Section:
     simulation = data["simulated"]
     section.notes.append(
         "The same fit on simulated logits with independent noise gives k = "
-        f"{simulation['exact']['exponent']:.2f} from exact expectations and {simulation['sampled']['exponent']:.2f} from "
-        "one drawn token a position, so the fit itself would find a law near 1 where there is one."
+        f"{simulation['exact']['exponent']:.2f} from exact expectations and "
+        f"{simulation['sampled']['exponent']:.2f} from one drawn token a position, "
+        "so the fit itself would find a law near 1 where there is one."
     )
     return section
 

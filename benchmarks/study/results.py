@@ -126,11 +126,11 @@ def page(data: Row) -> str:
     lines = [
         "# What the paper claims, and what was measured here",
         "",
-        "Made by `python -m benchmarks.study.results` from `benchmarks/results/study.json`; `make study` runs everything",
-        "anew. The runs train `builtin:tiny` (0.72 million parameters) on `calculator` in `lockstep`, where staleness is",
-        "set and not timed, so that they repeat bit for bit. Intervals are 95 % by Student's t over the seeds. A verdict",
-        "follows from the intervals by a fixed rule (`benchmarks/study/claims.py`). A model this small on a task this",
-        "short can refute that a law is universal; it cannot prove what happens at scale.",
+        "Made by `python -m benchmarks.study.results` from `benchmarks/results/study.json`; `make study` runs",
+        "everything anew. The runs train `builtin:tiny` (0.72 million parameters) on `calculator` in `lockstep`, where",
+        "staleness is set and not timed, so that they repeat bit for bit. Intervals are 95 % by Student's t over the",
+        "seeds. A verdict follows from the intervals by a fixed rule (`benchmarks/study/claims.py`). A model this",
+        "small on a task this short can refute that a law is universal; it cannot prove what happens at scale.",
         f"Machine: {data['machine']}.",
         "",
     ]

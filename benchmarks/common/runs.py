@@ -1,0 +1,47 @@
+"""Whole runs in processes of their own, and what their metrics say."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.peer import ROOT
+
+WARM = 2  # first steps that are left out: engines fill up
+
+
+def train(config: str, directory: Path, *, cores: set[int] | None = None, **overrides: Any) -> Path:
+    """One run of a TOML configuration; returns its directory. ``cores``: the only ones it may use."""
+    number = len(list(directory.iterdir()))
+    path, target = directory / f"config-{number}.toml", directory / f"run-{number}"
+    path.write_text(config)
+    command = [sys.executable, "-m", "estr", "train", str(path), "--output", str(target)]
+    for key, value in overrides.items():
+        command += ["--set", f"{key.replace('__', '.')}={value}"]
+    pin = [] if cores is None or not shutil.which("taskset") else ["taskset", "-c", ",".join(map(str, sorted(cores)))]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*pin, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return target
+
+
+def lines(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def seconds_per_step(run: Path) -> float:
+    """After the first steps."""
+    metrics = lines(run)
+    return (metrics[-1]["wall_time"] - metrics[WARM - 1]["wall_time"]) / (len(metrics) - WARM)
+
+
+def mean(run: Path, key: str) -> float:
+    """Of a metric, after the first steps."""
+    values = [line[key] for line in lines(run)[WARM:] if key in line]
+    return sum(values) / max(1, len(values))

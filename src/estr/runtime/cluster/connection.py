@@ -81,25 +81,32 @@ def _import_ray() -> Any:
 
 
 def _join(address: str) -> Cluster:
+    _knock(address)
     ray = _import_ray()
     try:
-        _knock(address)
         with _own_signals():
             ray.init(address=address, **_QUIET)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        reason = " ".join(str(error).split(". ")[0].split())
-        raise UsageError(
-            f"runtime.address: no Ray cluster could be joined at {address!r}: {reason}; start one with `ray start`, "
-            "and where it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
-        ) from error
+        raise _not_joined(address, error) from error
     return Cluster(owned=False)
 
 
 def _knock(address: str) -> None:
-    """Raise OSError where nobody answers at host:port, which takes Ray minutes to find out."""
+    """Refuse host:port where nobody answers, which takes Ray minutes to find out."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK).close()
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK).close()
+        except (OSError, OverflowError) as error:
+            raise _not_joined(address, error) from error
+
+
+def _not_joined(address: str, error: Exception) -> UsageError:
+    reason = " ".join(str(error).split(". ")[0].split())
+    return UsageError(
+        f"runtime.address: no Ray cluster could be joined at {address!r}: {reason}; start one with `ray start`, "
+        "and where it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
+    )
 
 
 def _start(sizes: dict[str, Any]) -> Cluster:

@@ -10,12 +10,16 @@ from estr.errors import UsageError, nearest, plain, shown
 HUGE, DIGITS = "1" + "0" * 400, "9" * 5001
 
 
+def _checked(path):
+    config = load_config(path).config
+    make_task(config.task.name, **config.task.options())
+
+
 def refusal(tmp_path, text):
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
-        config = load_config(path).config
-        make_task(config.task.name, **config.task.options())
+        _checked(path)
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 600
@@ -68,7 +72,7 @@ def test_what_is_wrong_and_the_way_out(tmp_path, text, words):
 
 
 def test_set_with_a_number_of_too_many_digits():
-    with pytest.raises(UsageError, match="run.seed must be a whole number, got '999"):
+    with pytest.raises(UsageError, match=r"run\.seed must be a whole number, got '999"):
         load_config(None, [f"run.seed={DIGITS}"])
 
 

@@ -212,3 +212,12 @@ def test_every_finite_token_is_in_one_quantile_bin(pairs, bins):
     assert table.count.sum() == len(delta)
     filled = table.count > 0
     assert (table.count[filled] @ table.delta_squared[filled]) == pytest.approx((delta**2).sum())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_fit_over_nearly_equal_entropies_warns_of_nothing():
+    entropy = np.repeat(1e-3 * (1 + 1e-9 * np.arange(4)), 10)
+    delta = np.repeat([1e-9, 1e-3, 1.0, 1e3], 10)
+    fit = fit_power_law(delta, entropy, bins=4)
+    assert fit is not None
+    assert fit.exponent > 1e6

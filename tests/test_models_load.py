@@ -239,3 +239,18 @@ def test_other_architectures_load(tmp_path):
     torch.testing.assert_close(
         logits(load_model(tmp_path, "float32").model.eval()), logits(model), rtol=1e-5, atol=1e-5
     )
+
+
+def test_a_missing_chat_template_is_told_once(directory, caplog):
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    for _ in range(3):
+        load_model(directory, "float32")
+    assert caplog.text.count("no chat template") == 1
+
+
+def test_adapters_are_made_without_warnings(directory, recwarn):
+    apply_lora(load_model(directory, "float32").model, 2, 4.0)
+    assert [str(warning.message) for warning in recwarn if warning.category is FutureWarning] == []

@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
+from estr.cli.checking import check_model
 from estr.cli.live import LineReporter, make_reporter
 from estr.cli.stopping import say
 from estr.config import Config
@@ -32,6 +33,7 @@ def train(config_path: str, output: str | None, sets: list[str], *, dry_run: boo
     config, notices = load_config(config_path, sets)
     notices += validate_config(config)
     build_task(config)
+    notices += check_model(config.model) if dry_run else []
     for notice in notices:
         say(f"note: {notice}")
     if dry_run:

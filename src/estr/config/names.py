@@ -53,7 +53,7 @@ def other_name(key: str) -> str | None:
 
 
 def nearest_key(section: str, key: str, more: Iterable[str] = ()) -> str:
-    """The end of a sentence about a ``key`` that is not in ``section``; ``more`` are names that are, beside its keys."""
+    """The end of a sentence about a ``key`` that is not in ``section``; ``more`` are names that are in it."""
     misplaced = next((name for name in Config.model_fields if key in _keys(name)), None)
     if misplaced is not None:
         return f"; did you mean '{misplaced}.{key}'?"

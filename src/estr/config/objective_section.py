@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from estr.config.calibration import apply_calibration
 from estr.config.methods import resolve_methods
-from estr.config.sections import ObjectiveConfig
 from estr.config.names import nearest_key
+from estr.config.sections import ObjectiveConfig
 from estr.errors import UsageError, nearest, plain, shown
 from estr.own_code import is_own
 

@@ -78,7 +78,9 @@ def fit_power_law(
     exponent, intercept, r2 = _weighted_line(x, y, weight)
     delta_, entropy_ = _finite_pairs(delta, entropy)
     slope = float((delta_**2 * entropy_).sum() / (entropy_**2).sum())
-    return PowerLawFit(exponent, float(np.exp(intercept)), slope, r2, table)
+    with np.errstate(over="ignore"):  # two nearly equal entropies can give any intercept
+        scale = float(np.exp(intercept))
+    return PowerLawFit(exponent, scale, slope, r2, table)
 
 
 def _finite_pairs(delta: ArrayLike, entropy: ArrayLike) -> tuple[Floats, Floats]:

@@ -14,6 +14,7 @@ from estr.environments.options import FIXED, Option
 from estr.errors import UsageError, nearest, shown
 from estr.own_code import file_of, import_own, is_own
 
+_KINDS = ((bool, "true or false"), ((int, float), "a number"), (str, "text"))
 _BUILT_IN = {task.name: task for task in (CalculatorTask, Gsm8kTask)}
 _TASK_MEMBERS = ("name", "train_problem", "eval_problems", "environment", "demonstrations")
 _ENVIRONMENT_MEMBERS = ("blocking", "stop", "reset", "step", "reward")
@@ -54,6 +55,8 @@ def _built(name: str, task_class: Any, known: Mapping[str, Any] | None, options:
     for key in options:
         if known is not None and key not in known:
             raise UsageError(f"task {name!r} has no option {shown(key)}{nearest(key, [*known, *FIXED])}")
+        if known is not None:
+            _check_kind(name, key, options[key], known[key].default)
     try:
         task = task_class(**options)
         _require(task, _TASK_MEMBERS, f"task {name!r} is not a task")
@@ -63,6 +66,15 @@ def _built(name: str, task_class: Any, known: Mapping[str, Any] | None, options:
     except Exception as error:
         raise UsageError(f"task {name!r} cannot be made: {type(error).__name__}: {error}") from error
     return task
+
+
+def _check_kind(task: str, key: str, value: Any, default: Any) -> None:
+    """Refuse a value of another kind than the default's: text for a number, a number for true or false."""
+    for kinds, words in _KINDS:
+        if isinstance(default, kinds):
+            if not isinstance(value, kinds) or isinstance(value, bool) is not isinstance(default, bool):
+                raise UsageError(f"task.{key} of task {task!r} must be {words} like {default!r}, not {shown(value)}")
+            return
 
 
 def _require(thing: Any, members: Iterable[str], complaint: str) -> None:

@@ -182,6 +182,15 @@ def _reply(value: Any) -> Reply:
     return Reply(tuple(_messages(value.messages, _REPLY_ROLES)), bool(value.done), float(value.delay))
 
 
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold ``text``: it has no lone half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _opening(value: Any) -> list[Message]:
     messages = _messages(value, _OPENING_ROLES)
     if not messages or messages[-1]["role"] == "assistant":
@@ -196,6 +205,8 @@ def _messages(value: Any, roles: tuple[str, ...]) -> list[Message]:
         whole = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not whole:
             raise _InvalidError("returned a message without the texts 'role' and 'content'")
+        if not is_unicode(message["content"]):
+            raise _InvalidError("returned a message with half a surrogate pair, which no tokenizer takes")
         if message["role"] not in roles:
             raise _InvalidError(f"spoke in the role {message['role'][:20]!r}; it may be {', '.join(roles)}")
     return list(value)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import multiprocessing
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -53,8 +55,8 @@ def load_model(path: str | Path, dtype: str | torch.dtype, trust_remote_code: bo
     Raises `UsageError` for everything that cannot work here.
     """
     directory = locate(path, trust_remote_code)
-    tokenizer = load_tokenizer(directory, trust_remote_code)
     config = _load_config(directory, trust_remote_code)
+    tokenizer = load_tokenizer(directory, trust_remote_code)
     _check_weights(directory)
     _check_architecture(directory, config)
     model = _load_weights(directory, config, dtype, trust_remote_code)
@@ -71,15 +73,31 @@ def load_model(path: str | Path, dtype: str | torch.dtype, trust_remote_code: bo
 
 def locate(path: str | Path, trust_remote_code: bool = False) -> Path:
     """The local directory of ``path``, downloaded from the hub where it is a hub name that is not here yet."""
-    directory = Path(path).expanduser()
+    name = str(path)
+    if not name.strip():
+        raise UsageError("model.path is empty; give a model directory, a hub name, builtin:tiny or builtin:micro")
+    directory = _expanded(name)
     if directory.is_dir():
         return directory
-    name = str(path)
     if directory.exists():
         raise UsageError(f"model.path: {name} is a file; give the directory that holds config.json and the weights")
-    if directory.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or ":" in name or not name:
+    if not is_hub_name(name):
         raise UsageError(f"model.path: there is no directory {name!r}")
     return _download(name, trust_remote_code)
+
+
+def _expanded(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # ~somebody who has no home
+        return Path(name)
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether `locate` would look for ``path`` on the hub."""
+    directory = _expanded(path)
+    odd = directory.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1 or ":" in path
+    return not (odd or not path.strip() or directory.exists())
 
 
 def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
@@ -88,14 +106,21 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
         raise UsageError(f"{directory} has no tokenizer (tokenizer.json or the like); save one beside the model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, ImportError, TypeError) as error:
+    except Exception as error:  # files of others can raise anything
         raise _explained(directory, "tokenizer", error) from error
     if not tokenizer.chat_template:
-        log.warning("%s has no chat template; 'User: ... Assistant:' is used instead", directory)
+        _say_fallback(directory)
         tokenizer.chat_template = FALLBACK_TEMPLATE
     if not chat_format(tokenizer).end_ids:
         raise UsageError(f"{directory}: the tokenizer has no end-of-sequence token, so no turn could ever end")
     return tokenizer
+
+
+@cache
+def _say_fallback(directory: Path) -> None:
+    """Once, and not again by engine processes."""
+    if multiprocessing.parent_process() is None:
+        log.warning("%s has no chat template; 'User: ... Assistant:' is used instead", directory)
 
 
 def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
@@ -119,7 +144,8 @@ def apply_lora(model: Any, rank: int, alpha: float, seed: int = 0) -> Any:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of peft about itself
         torch.manual_seed(seed)
         return get_peft_model(model, config)
 
@@ -184,7 +210,7 @@ def _load_config(directory: Path, trust_remote_code: bool) -> Any:
         raise UsageError(f"{directory} has no config.json: it is {kind}")
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except Exception as error:  # among them errors of strict dataclasses
         raise _explained(directory, "configuration", error) from error
 
 
@@ -228,12 +254,20 @@ def _load_weights(directory: Path, config: Any, dtype: str | torch.dtype, trust_
                 attn_implementation=ATTENTION,
                 output_loading_info=True,
             )
-    except (ValueError, OSError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+    except Exception as error:
         raise _explained(directory, "model", error) from error
     absent = sorted(report["missing_keys"])
     if absent:
         raise UsageError(f"{directory}: the weights are incomplete, {len(absent)} are absent, the first is {absent[0]}")
     return model
+
+
+def check_model_directory(directory: Path, trust_remote_code: bool = False) -> None:
+    """Everything about a model directory that can be checked without reading its weights; raises `UsageError`."""
+    config = _load_config(directory, trust_remote_code)
+    load_tokenizer(directory, trust_remote_code)
+    _check_weights(directory)
+    _check_architecture(directory, config)
 
 
 def _explained(directory: Path, what: str, error: Exception) -> UsageError:

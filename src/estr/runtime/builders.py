@@ -10,6 +10,7 @@ from estr.engines.local import EngineSettings, LocalEngine
 from estr.engines.samplers import Sampler, samplers
 from estr.environments.base import Problem, Task
 from estr.environments.registry import make_task
+from estr.environments.runner import is_unicode
 from estr.errors import RunError, asked_to_stop
 from estr.models.conversation import chat_format
 from estr.models.stops import StopTexts
@@ -25,13 +26,14 @@ def build_task(config: Config) -> Task:
 
 
 def training_problem(task: Task, number: int) -> Problem:
-    """The problem of a group; RunError where the task raises."""
+    """The problem of a group; RunError where the task raises or returns something else."""
     try:
-        return task.train_problem(number)
+        problem = task.train_problem(number)
     except BaseException as error:
         if asked_to_stop(error):
             raise
         raise RunError(f"the task raised {type(error).__name__} for problem {number}: {error}") from error
+    return _checked(problem, f"problem {number}")
 
 
 def held_out_problems(task: Task, count: int) -> list[Problem]:
@@ -44,7 +46,18 @@ def held_out_problems(task: Task, count: int) -> list[Problem]:
         raise RunError(f"the task raised {type(error).__name__} for its held-out problems: {error}") from error
     if not problems:
         raise RunError(f"task {task.name!r} has no held-out problems to evaluate on")
-    return problems
+    return [_checked(problem, f"held-out problem {number}") for number, problem in enumerate(problems)]
+
+
+def _checked(problem: Problem, what: str) -> Problem:
+    if not all(hasattr(problem, field) for field in ("task_id", "prompt", "answer", "info")):
+        raise RunError(f"the task returned {type(problem).__name__} for {what}, not an estr.environments.Problem")
+    for field in ("task_id", "prompt"):
+        text = getattr(problem, field)
+        if not isinstance(text, str) or not is_unicode(text):
+            wrong = "half a surrogate pair in it" if isinstance(text, str) else f"the type {type(text).__name__}"
+            raise RunError(f"the task returned {what} whose {field} has {wrong}; it must be text")
+    return problem
 
 
 def context_length(config: Config, model: Any) -> int:

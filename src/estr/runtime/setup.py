@@ -13,7 +13,8 @@ from torch import Tensor
 
 from estr.config import Config
 from estr.environments.base import Task
-from estr.errors import UsageError, asked_to_stop
+from estr.environments.runner import EnvironmentFailure, start_reset
+from estr.errors import UsageError
 from estr.learner.learner import Learner, needs_reference
 from estr.learner.rollouts import minibatch_plan
 from estr.models.builtin import resolve_model
@@ -249,11 +250,8 @@ def _check_first_problems(config: Config, task: Task, loaded: LoadedModel) -> No
         environment = task.environment()
         if getattr(environment, "blocking", True):
             return
-        try:
-            messages = environment.reset(problem, 0)
-        except BaseException as error:  # a failed episode: the run knows what to do with it
-            if asked_to_stop(error):
-                raise
+        messages = start_reset(environment, problem, 0).wait()
+        if isinstance(messages, EnvironmentFailure):  # the run knows what to do with it
             return
         prompt = Conversation(loaded.tokenizer, messages).prompt_ids
         if len(prompt) >= room:

@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 STUDIES := default aggressive inter intra sensitivity stress
 
-.PHONY: study demo demo-seeds test test-all test-oracles lint install fuzz
+.PHONY: study demo demo-seeds test test-all test-oracles lint install torture faults soak fuzz
 
 install: $(INSTALLED)
 
@@ -54,6 +54,15 @@ $(ORACLES)/.installed: oracles/requirements.txt oracles/frameworks.txt
 
 torture: $(INSTALLED)
 	cd tests && ../$(BIN)/python -m torture --kills 200 --real 30
+
+# Every write, fsync, rename and open of storage fails once in each way; whole runs with one failing call.
+faults: $(INSTALLED)
+	$(BIN)/pytest -s -q -m slow tests/test_faulty_files.py
+
+# Engines killed every few seconds, against parts in which nothing is touched.
+MINUTES ?= 60
+soak: $(INSTALLED)
+	$(BIN)/python tests/soak.py --minutes $(MINUTES)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -W ignore tests/fuzz.py

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from estr.errors import EstrError, UsageError
-from estr.storage.checkpoints import best_checkpoint
+from estr.storage.checkpoints import best_checkpoint, checkpoint_steps
 from estr.storage.metrics import read_metrics
 from estr.storage.run_directory import RunDirectory
 from estr.storage.run_record import RunRecord
@@ -67,12 +68,13 @@ def describe(path: Path, root: Path) -> RunLine:
         config, metrics, record, best = run.config(), read_metrics(run), RunRecord(run), best_checkpoint(run)
     except EstrError as error:
         return RunLine(name, "damaged", 0, None, None, None, None, size, str(error))
-    rewards = [line["reward/mean"] for line in metrics[-_MEAN_OVER:] if "reward/mean" in line]
-    evaluations = [line["eval/reward"] for line in metrics if "eval/reward" in line]
+    rewards = _numbers(metrics[-_MEAN_OVER:], "reward/mean")
+    evaluations = _numbers(metrics, "eval/reward")
+    step = int(next(iter(_numbers(metrics[-1:], "step")), 0))
     return RunLine(
         run=name,
-        state=record.state,
-        step=int(metrics[-1]["step"]) if metrics else 0,
+        state=_state(run, record, step, config.run.steps),
+        step=step,
         steps=config.run.steps,
         reward=sum(rewards) / len(rewards) if rewards else None,
         held_out=evaluations[-1] if evaluations else None,
@@ -80,6 +82,17 @@ def describe(path: Path, root: Path) -> RunLine:
         size=size,
         reason=record.reason,
     )
+
+
+def _numbers(lines: list[dict[str, Any]], key: str) -> list[float]:
+    values = (line.get(key) for line in lines)
+    return [float(value) for value in values if isinstance(value, int | float)]
+
+
+def _state(run: RunDirectory, record: RunRecord, step: int, steps: int) -> str:
+    """What the record says; a run from before there were records is finished where it has all its steps."""
+    done = not record.begun and not run.in_use and step >= steps and steps in checkpoint_steps(run)
+    return "finished" if done else record.state
 
 
 def _size(path: Path) -> int:

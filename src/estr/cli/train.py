@@ -60,7 +60,8 @@ def resume(path: str, *, accept_changes: bool = False) -> None:
         for notice in latest.notices:
             say(f"note: {notice}")
         complete = latest.checkpoint is not None and latest.checkpoint.step >= config.run.steps
-        if latest.checkpoint is not None and complete and RunRecord(directory).ending == "finished":
+        record = RunRecord(directory)
+        if latest.checkpoint is not None and complete and (record.ending == "finished" or not record.begun):
             print(f"{path} is finished: {latest.checkpoint.step} of {config.run.steps} steps are done")
             _write_missing_report(directory)
             return

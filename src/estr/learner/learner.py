@@ -244,6 +244,8 @@ class Learner:
         self._held_back = False
         norm = self.optimizer.gradient_norm()
         metrics = {"grad/norm": norm}
+        if seen.metrics.get("tokens/invalid", 0) >= minibatch.learning_tokens > 0:
+            return metrics, "all its action tokens are invalid: log-probabilities or entropies are not finite"
         if not math.isfinite(seen.loss):
             return metrics, f"its loss is {seen.loss}"
         if not math.isfinite(norm):

@@ -12,13 +12,18 @@ from estr.trajectory import Trajectory
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], target_version: int) -> dict[str, float]:
-    """Δ_inter = target version − version of the last action token, Δ_intra = last − first, over the trajectories."""
+    """Δ_inter = target version − version of the last action token, Δ_intra = last − first, over the trajectories.
+
+    After a crash, versions may be those of weights that were lost: higher than the target's, or falling inside a
+    trajectory. Such a difference counts as 0, and ``staleness/lost_versions`` is the share of these trajectories.
+    """
     versions = [v for v in (t.action_versions for t in trajectories) if len(v)]
     if not versions:
         return {}
-    inter = [target_version - int(v[-1]) for v in versions]
-    intra = [int(v[-1] - v[0]) for v in versions]
-    return {
+    inter = [max(0, target_version - int(v[-1])) for v in versions]
+    intra = [max(0, int(v[-1] - v[0])) for v in versions]
+    lost = sum(int(v.max()) > target_version for v in versions) / len(versions)
+    return ({"staleness/lost_versions": lost} if lost else {}) | {
         "staleness/inter_mean": sum(inter) / len(inter),
         "staleness/inter_max": float(max(inter)),
         "staleness/intra_mean": sum(intra) / len(intra),

@@ -20,6 +20,7 @@ from estr.runtime.divergence import DIVERGED, Divergence
 from estr.runtime.interrupts import Interrupted, Interrupts
 from estr.runtime.reporter import Summary
 from estr.runtime.setup import Parts
+from estr.runtime.zero_signal import ZeroSignal
 from estr.schedule import Group
 from estr.storage.rollouts import Settlement
 from estr.trajectory import Trajectory
@@ -35,6 +36,7 @@ class Run:
         self._config = parts.config
         self._step = parts.position.step
         self._evaluated = parts.position.evaluations
+        self._zero_signal = ZeroSignal(parts.reporter.notice)
         self._spanning = self._counted = 0
         self._in_batch = self._owed = False
         self._left: list[Group] = []  # taken from the schedule, and the run ended before their minibatch
@@ -162,6 +164,7 @@ class Run:
     def _report(self, result: StepResult, *, boundary: bool) -> None:
         parts = self._p
         parts.collector.absorb_waiting()
+        self._zero_signal.see(result)
         parts.accounting.trained(result.action_tokens)
         metrics = dict(result.metrics) | parts.collector.selection.metrics() | {"version": parts.learner.version}
         if not math.isnan(parts.collector.canary_error):

@@ -26,6 +26,7 @@ from estr.runtime.collector import Collector
 from estr.runtime.divergence import Rollbacks
 from estr.runtime.evaluation import Evaluation, Evaluator
 from estr.runtime.fingerprint import check_fits, fingerprint, package_changes
+from estr.runtime.gaps import gaps
 from estr.runtime.interrupts import Interrupts
 from estr.runtime.journal import RunJournal
 from estr.runtime.pools import InlinePool, Pool, ProcessPool
@@ -194,6 +195,8 @@ def prepared(
         for writer in (metrics, timeline, rollouts, log):
             writer.withdraw_after(position.step)
         withdraw_checkpoints_after(directory, position.step)
+        for sentence in gaps(directory, ledger, position.step, config.run.keep_rollouts):
+            reporter.notice(sentence)
         collector.take_up(backlog, learner.version)
         yield Parts(
             config=config,

@@ -257,6 +257,13 @@ class Ledger:
         rows = self._query("SELECT sibling, MAX(attempt) FROM trajectories WHERE number = ? GROUP BY sibling", group)
         return {int(sibling): int(attempt) for sibling, attempt in rows}
 
+    def trained_steps(self, through: int) -> list[int]:
+        """The optimizer steps up to ``through`` that were the first to train something, ascending."""
+        rows = self._query(
+            "SELECT DISTINCT step FROM trajectories WHERE state = 'trained' AND step <= ? ORDER BY step", through
+        )
+        return [int(step) for (step,) in rows]
+
     def counts(self) -> dict[str, int]:
         """How many trajectories are in each state."""
         found = dict(self._query("SELECT state, COUNT(*) FROM trajectories GROUP BY state"))
@@ -303,6 +310,7 @@ class Ledger:
             RunError: what was settled after ``step`` is no longer in the spool, or the checkpoint does not fit.
         """
         with self.batch():
+            self._check_there(step, position)
             self._check_reachable(step)
             after = "state = ? AND step > ? ORDER BY number, sibling, attempt"
             again = [name for (name,) in self._run(f"SELECT id FROM trajectories WHERE {after}", "trained", step)]
@@ -350,7 +358,10 @@ class Ledger:
             )
         (found,) = self._connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone() or (None,)
         if found != FORMAT:
-            raise RunError(f"the ledger {self.path} has format {found}, this version reads {FORMAT}")
+            raise RunError(
+                f"the ledger {self.path} was written by another version of estr (its format is {found}, this one reads "
+                f"{FORMAT}): go on with that version, or start a new run with model.path = the last checkpoint"
+            )
 
     def _run(self, sql: str, *values: Any) -> sqlite3.Cursor:
         return self._connection.execute(sql, values)
@@ -382,6 +393,14 @@ class Ledger:
         short = self._run(_SHORT_GROUP, json.dumps(names)).fetchone()
         if short:
             raise RunError(f"group {short[0]} would be trained with {short[2]} of its {short[1]} trajectories")
+
+    def _check_there(self, step: int, position: dict[str, int] | None) -> None:
+        if position is not None and position["next_group"] > 0 and self.next_group == 0:
+            raise RunError(
+                f"the ledger {self.path} is empty, but up to step {step} {position['next_group']} groups were issued: "
+                "it was removed or emptied. Put it back from a copy, or start a new run with model.path = that "
+                "checkpoint"
+            )
 
     def _check_reachable(self, step: int) -> None:
         pruned = self._one("SELECT value FROM meta WHERE key = 'pruned_through'")

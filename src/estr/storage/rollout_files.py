@@ -126,6 +126,13 @@ def retain_rollouts(run: Any, oldest: int) -> int:
     return len(old)
 
 
+def stored_steps(run: Any) -> set[int]:
+    """The optimizer steps of which there is a file of settled rows."""
+    directory = Path(getattr(run, "rollouts", run))
+    matches = (_NAME.fullmatch(path.name) for path in directory.glob("*.parquet"))
+    return {int(match[1]) for match in matches if match is not None and match[2] is None}
+
+
 def read_rollouts(run_or_path: Any, columns: Sequence[str] | None = None) -> pa.Table:
     """All rows of a run, a directory of Parquet files, or one file, oldest step first.
 

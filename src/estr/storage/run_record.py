@@ -30,6 +30,11 @@ class RunRecord:
         return self._content.get("fingerprint")
 
     @property
+    def begun(self) -> bool:
+        """Whether there is a record; versions of this package before there were any have left none."""
+        return bool(self._content)
+
+    @property
     def reason(self) -> str:
         """Why it ended as it did, in a sentence; empty where nothing was said."""
         return str(self._content.get("reason", ""))

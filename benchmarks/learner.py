@@ -77,7 +77,9 @@ def trajectories(model: Any, made: list[Rollout]) -> list[list[Trajectory]]:
 
 def learner_step(made: list[Rollout], width: int, dtype: str, tokens: int) -> Callable[[], float]:
     """A closure that trains one step and says how long it took."""
-    config = Config.model_validate({"learner": {"learning_rate": 1e-5, "dtype": dtype, "tokens_per_microbatch": tokens}})
+    config = Config.model_validate(
+        {"learner": {"learning_rate": 1e-5, "dtype": dtype, "tokens_per_microbatch": tokens}}
+    )
     learner = Learner(new_model(width=width, vocabulary=VOCABULARY), config)
     groups = trajectories(learner.model, made)
 
@@ -155,8 +157,10 @@ def measure_steps(result: results.Result, arguments: argparse.Namespace, width: 
     if "TRL" in seconds:
         result.ratio(f"d{width}: estr / TRL, tokens/s", ratio(seconds["TRL"], seconds["estr"]), aim=1.5)
         result.ratio(f"d{width}: {best} / TRL, tokens/s", ratio(seconds["TRL"], seconds[best]))
-    flops = 6 * sum(p.numel() for p in new_model(width=width).parameters()) * sum(
-        len(r.prompt) + len(r.completion) - 1 for r in made
+    flops = (
+        6
+        * sum(p.numel() for p in new_model(width=width).parameters())
+        * sum(len(r.prompt) + len(r.completion) - 1 for r in made)
     )
     least = flops / result.machine["gemm_float32_gflops"] / 1e9
     spread = Spread(tuple(least / value for value in seconds["estr"].values))

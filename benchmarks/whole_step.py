@@ -48,7 +48,9 @@ tokens_per_microbatch = 8192
 """
 
 
-def contestants(result: results.Result, arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, Any]:
+def contestants(
+    result: results.Result, arguments: argparse.Namespace, folder: Path, stack: ExitStack
+) -> dict[str, Any]:
     model = "builtin:micro" if arguments.short else "builtin:tiny"
     config = CONFIG.format(steps=arguments.steps, model=model)
     one = {0} if (os.cpu_count() or 1) > 1 else None
@@ -59,20 +61,22 @@ def contestants(result: results.Result, arguments: argparse.Namespace, folder: P
         lengths[name] = runs.mean(run, "tokens/action") / 64
         return runs.seconds_per_step(run)
 
+    result.settings["mean_length"] = lengths
     single = {"runtime__engines": 1, "runtime__learner_threads": 1}
+    if arguments.short:
+        return {"one core: estr sync": lambda: ours("estr", one, schedule__mode="sync", **single)}
     found: dict[str, Any] = {
         "one core: estr sync": lambda: ours("estr", one, schedule__mode="sync", **single),
         "all cores: estr sync": lambda: ours("estr", None, schedule__mode="sync"),
         "all cores: estr async": lambda: ours("estr", None, schedule__mode="async"),
     }
-    if Peer.installed(ENVIRONMENT) and not arguments.short:
+    if Peer.installed(ENVIRONMENT):
         path = str(_model(folder))
         for name, threads in (("one core: TRL", 1), ("all cores: TRL", os.cpu_count() or 1)):
             peer = stack.enter_context(Peer(ENVIRONMENT, "benchmarks.peers.trl_peer", threads))
             found[name] = lambda peer=peer, threads=threads: _trl(peer, path, arguments.steps, threads, lengths)
     else:
-        result.notes.append("TRL did not take part: not installed (make bench-peers), or the short form")
-    result.settings["mean_length"] = lengths
+        result.notes.append("TRL did not take part: not installed (make bench-peers)")
     return found
 
 
@@ -82,7 +86,9 @@ def _model(folder: Path) -> Path:
     from estr.models import resolve_model
     from estr.runtime.builders import build_task
 
-    config = Config.model_validate({"model": {"warmup_steps": 0}, "task": {"name": "benchmarks.common.tasks:DigitsTask"}})
+    config = Config.model_validate(
+        {"model": {"warmup_steps": 0}, "task": {"name": "benchmarks.common.tasks:DigitsTask"}}
+    )
     return resolve_model(config.model, build_task(config))
 
 
@@ -125,8 +131,10 @@ def _ratios(result: results.Result, seconds: dict[str, Spread]) -> None:
         ("all cores: estr async", "all cores: TRL", 0.5),
         ("all cores: estr async", "all cores: estr sync", 1.0),
     ):
-        if theirs in seconds:
-            result.ratio(f"{ours} / {theirs.split(': ')[1]}, time", ratio(seconds[ours], seconds[theirs]), aim, higher=False)
+        if ours in seconds and theirs in seconds:
+            result.ratio(
+                f"{ours} / {theirs.split(': ')[1]}, time", ratio(seconds[ours], seconds[theirs]), aim, higher=False
+            )
 
 
 if __name__ == "__main__":

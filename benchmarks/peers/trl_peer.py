@@ -30,8 +30,12 @@ class Clock:
         self.callback = Callback()
 
 
-def reward(completions: list[Any], **columns: Any) -> list[float]:
+_lengths: list[int] = []  # tokens of every completion
+
+
+def reward(completions: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """The share of even digits; the benchmark's own task has the same."""
+    _lengths.extend(map(len, completion_ids))
     texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
     return [sum(ch in "02468" for ch in text) / (1 + len(text)) for text in texts]
 
@@ -117,10 +121,9 @@ class Trl:
         clock = Clock()
         trainer = self._trainer(path, prompts, {"threads": threads, "max_steps": steps, **settings}, clock)
         trainer.train()
-        lengths = [x for x in trainer._metrics["train"].get("completions/mean_length", [])]
         return {
             "seconds": [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)],
-            "mean_length": sum(lengths) / max(1, len(lengths)),
+            "mean_length": sum(_lengths) / max(1, len(_lengths)),
         }
 
 

@@ -13,6 +13,7 @@ batches 0..j. Admission keeps that true, and taking a batch is allowed only if i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
@@ -110,13 +111,16 @@ class Schedule:
         self.remaining = total_groups  # groups still to be trained, in flight ones included; None: no end
         self.failed_in_a_row = 0
         self._groups: dict[int, Group] = {}
+        self._complete: dict[int, Group] = {}  # those of them that are finished whole
+        self._deadlines: Counter[int] = Counter()  # how many of them have which deadline
+        self._held = 0  # how many of them are held
         self._finished_count = 0
 
     # ------------------------------------------------------------------ admission
 
     def admissible(self, version: int) -> int:
         """How many groups may be admitted at ``version``; none while groups of an earlier process are held."""
-        if any(group.held for group in self._groups.values()):
+        if self._held:
             return 0
         room = self._room(version, version + self.rules.lag)
         if self.remaining is not None:
@@ -142,6 +146,7 @@ class Schedule:
         for trajectory in finished:
             self.finish(trajectory)
         group.held = not group.complete
+        self._held += group.held
 
     def release(self, version: int) -> list[list[Ticket]]:
         """Tickets for what is missing of held groups, oldest first, as far as they may be issued at ``version``."""
@@ -152,13 +157,28 @@ class Schedule:
             first = min(group.admitted_version, version)
             if first < group.admitted_version and self._room(version, first + self.rules.lag, group.number) < 1:
                 break
+            self._held -= 1
+            self._deadlines[group.deadline] -= 1
             group.held, group.admitted_version, group.deadline = False, first, first + self.rules.lag
+            self._deadlines[group.deadline] += 1
             released.append([ticket for ticket in self._tickets(group) if ticket.sibling not in group.finished])
         return released
 
     def _enter(self, number: int, version: int, attempts: dict[int, int] | None) -> Group:
         group = Group(number, self.rules.size(number), version, version + self.rules.lag, attempts=dict(attempts or {}))
+        self._leave(number)
         self._groups[number] = group
+        self._deadlines[group.deadline] += 1
+        return group
+
+    def _leave(self, number: int) -> Group | None:
+        """Take a group out of every count."""
+        group = self._groups.pop(number, None)
+        if group is not None:
+            self._complete.pop(number, None)
+            self._deadlines[group.deadline] -= 1
+            self._deadlines += Counter()  # forget deadlines that nobody has
+            self._held -= group.held
         return group
 
     def _tickets(self, group: Group) -> list[Ticket]:
@@ -167,7 +187,7 @@ class Schedule:
     def _room(self, version: int, deadline: int, without: int = -1) -> int:
         """Groups that could still be added with ``deadline`` while all reservations can be kept."""
         last = self._batch_of(version, deadline)
-        due = self._due_counts(version, without=(without,))
+        due = self._due_counts(version, [self._groups[without]] if without in self._groups else ())
         room = self.rules.prompts_per_step * (last + 1) - sum(due.values())
         beyond = [j for j in due if j > last]
         if not beyond:
@@ -180,13 +200,13 @@ class Schedule:
         """Last batch (0 is the next one) that starts by ``deadline`` if the next one starts at ``version``."""
         return (deadline - version) // self.rules.steps_per_batch
 
-    def _due_counts(self, version: int, without: Iterable[int] = ()) -> dict[int, int]:
-        skip = set(without)
+    def _due_counts(self, version: int, without: Iterable[Group] = ()) -> dict[int, int]:
+        skip = Counter(group.deadline for group in without)
         due: dict[int, int] = {}
-        for group in self._groups.values():
-            if group.number not in skip:
-                batch = self._batch_of(version, group.deadline)
-                due[batch] = due.get(batch, 0) + 1
+        for deadline, count in self._deadlines.items():
+            if left := count - skip[deadline]:
+                batch = self._batch_of(version, deadline)
+                due[batch] = due.get(batch, 0) + left
         return due
 
     # ------------------------------------------------------------------ results
@@ -199,6 +219,7 @@ class Schedule:
         group.finished[trajectory.sibling] = trajectory
         if group.complete:
             group.finish_order, self._finished_count = self._finished_count, self._finished_count + 1
+            self._complete[group.number] = group
             self.failed_in_a_row = 0
         return True
 
@@ -227,7 +248,7 @@ class Schedule:
             group.attempts[sibling] = attempt
             return Ticket(number, sibling, attempt)
         self.failed_in_a_row += 1
-        return self._groups.pop(number)
+        return self._leave(number)
 
     @property
     def hopeless(self) -> bool:
@@ -242,33 +263,28 @@ class Schedule:
         Finished groups go by deadline, then by order of finishing; a group may be overtaken by others as long as the
         reservations of those left behind can be kept.
         """
-        ready = sorted(
-            (group for group in self._groups.values() if group.complete),
-            key=lambda group: (group.deadline, group.finish_order),
-        )
+        ready = sorted(self._complete.values(), key=lambda group: (group.deadline, group.finish_order))
         size = self.rules.prompts_per_step
         chosen = ready[:size]
         late = self._left_too_late(version, chosen)
         if len(chosen) < size or late:
             return Waiting(len(chosen), size, late)
         for group in chosen:
-            del self._groups[group.number]
+            self._leave(group.number)
         if self.remaining is not None:
             self.remaining -= len(chosen)
         return chosen
 
     def _left_too_late(self, version: int, chosen: list[Group]) -> tuple[int, ...]:
         """Groups whose reservation would be broken if ``chosen`` were the batch that starts at ``version``."""
-        due = self._due_counts(version, without=(group.number for group in chosen))
+        due = self._due_counts(version, chosen)
         total = 0
         for batch in sorted(due):
             total += due[batch]
             if total > self.rules.prompts_per_step * max(batch, 0):
-                return tuple(
-                    group.number
-                    for group in sorted(self._groups.values(), key=lambda group: group.deadline)
-                    if not group.complete and self._batch_of(version, group.deadline) <= batch
-                )
+                last = version + (batch + 1) * self.rules.steps_per_batch  # the first deadline of the next batch
+                late = [g for g in self._groups.values() if g.deadline < last and not g.complete]
+                return tuple(group.number for group in sorted(late, key=lambda group: group.deadline))
         return ()
 
     # ------------------------------------------------------------------ state
@@ -284,7 +300,7 @@ class Schedule:
 
     def drop(self, number: int) -> Group | None:
         """Forget a group."""
-        return self._groups.pop(number, None)
+        return self._leave(number)
 
     def state(self) -> dict[str, int | None]:
         return {"next_group": self.next_group, "remaining": self.remaining}

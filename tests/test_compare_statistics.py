@@ -53,7 +53,7 @@ def test_p_value_without_spread() -> None:
 
 
 def test_holm_adjusts_a_textbook_example() -> None:
-    # 0.01·4, 0.04·2 = 0.08 raised to 0.03·... : ranks 0.005·4, 0.01·3, 0.03·2, 0.04·1 raised to 0.06
+    # in order: 0.005·4 = 0.02, 0.01·3 = 0.03, 0.03·2 = 0.06, 0.04·1 raised to the 0.06 before it
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.9]) == [1.0, 1.0]
     assert holm([]) == []

@@ -15,6 +15,7 @@ import random
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from estr.errors import MissingExtraError, RunError
 from estr.plan.engine import Engine, Job
@@ -338,4 +339,4 @@ def _without_collections() -> Iterator[None]:
 def _split(groups: list[Group], parts: int) -> list[list[Group]]:
     """Contiguous minibatches of nearly one size."""
     edges = [round(i * len(groups) / parts) for i in range(parts + 1)]
-    return [groups[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [groups[a:b] for a, b in pairwise(edges)]

@@ -187,7 +187,7 @@ class Engine:
         if not self.up or self._working:
             return
         if self._run is None:
-            self._begin()
+            self._ring(0.0)  # what arrives at the same moment begins together
         elif (end := self._run.boundary_after(self._env.now)) < self._run.end - _TINY:
             self._run.cut(end)
             self._ring(end - self._env.now)
@@ -199,8 +199,8 @@ class Engine:
         timer.callbacks.append(lambda _: self._rang(number))
 
     def _rang(self, number: int) -> None:
-        if number == self._alarm and self._run is not None:
-            syncing = self._run.syncing
+        if number == self._alarm and self.up:
+            syncing = self._run.syncing if self._run is not None else None
             self._settle(self._env.now)
             self._run = None
             if syncing is not None:

@@ -113,10 +113,8 @@ def _first(error: ValidationError) -> tuple[tuple[str, ...], str]:
     keys = tuple(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         return keys, f"{'.'.join(keys)} is not a known key{nearest(keys[-1], Distribution.model_fields)}"
-    return (
-        keys,
-        f"{'.'.join(keys)} is not valid: {problem['msg'][:1].lower()}{problem['msg'][1:]}, got {_show(problem['input'])}",
-    )
+    reason = problem["msg"][:1].lower() + problem["msg"][1:]
+    return keys, f"{'.'.join(keys)} is not valid: {reason}, got {_show(problem['input'])}"
 
 
 def _show(value: Any) -> str:

@@ -50,6 +50,7 @@ class Outcome:
     inter_mean: float
     intra_mean: float
     staleness_max: int  # largest v_target - v_first
+    simulated_engines: int  # fewer than engines where a slice of the cluster was simulated
     engine_failures: int
     lost_tokens: int
     trajectories: dict[str, int] = field(default_factory=dict)  # issued, trained, dropped, failed, unfinished
@@ -96,6 +97,7 @@ def summarize(plan: PlanConfig, cluster: Cluster) -> Outcome:
         inter_mean=mean(inter),
         intra_mean=mean(intra),
         staleness_max=max(every, default=0),
+        simulated_engines=plan.cluster.engines,
         engine_failures=sum(engine.totals.failures for engine in cluster.engines),
         lost_tokens=sum(engine.totals.lost_tokens for engine in cluster.engines),
         trajectories={**vars(counts), "unfinished": counts.issued - counts.trained - counts.dropped - counts.failed},

@@ -32,8 +32,8 @@ def scale_panels(sweep: Sweep) -> list[Panel]:
         _lines(
             "throughput",
             "Throughput",
-            f"Where lines lie on each other, more staleness buys nothing; the fastest point has {fastest.engines:,} "
-            f"engines, {fastest.learner_ranks:,} learner ranks and max_staleness {fastest.max_staleness}.",
+            f"Where lines lie on each other, more staleness buys nothing; the fastest point has engines: "
+            f"{fastest.engines:,}, learner ranks: {fastest.learner_ranks:,}, max_staleness: {fastest.max_staleness}.",
             "trained action tokens per second",
             points,
             x_of,
@@ -89,7 +89,7 @@ def staleness_panel(sweep: Sweep) -> Panel:
     sentence = (
         f"A line that is flat has enough staleness; the recommended bound is the smallest within {percent(worth)} of 1."
     )
-    entries = [Entry(SERIES[index], f"{value:,} {word}") for index, value in enumerate(shown)]
+    entries = [Entry(SERIES[index], f"{word}: {value:,}") for index, value in enumerate(shown)]
     return drawn(name, title, sentence, figure, entries)
 
 
@@ -110,9 +110,10 @@ def split_panel(sweep: Sweep) -> Panel:
     axes.plot(x, [p.learner_idle_fraction for p in chosen], "o-", color=INK["s2"], linewidth=1.6, markersize=3.5)
     _percent(axes)
     axes.set_ylim(0, 1.04)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     where = f"{largest:,} GPUs and " if largest else ""
     sentence = (
-        f"Left of where the lines cross engines are too few, right of it the learner is; {where}max_staleness {bound}."
+        f"Left of where the lines cross there are too few engines, right of it too many; {where}max_staleness {bound}."
     )
     return drawn(name, title, sentence, figure, [Entry("s1", "engines"), Entry("s2", "learner")])
 
@@ -184,7 +185,7 @@ def _lines(
         log_axis(axes, "y", np.log10(max(values) / max(min(values), 1e-9)))
     else:
         even_ticks(axes)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.06 * max(y_of(point) for point in points))
     return drawn(name, title, sentence, figure, entries)
 
 

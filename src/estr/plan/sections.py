@@ -85,6 +85,9 @@ class SimulationSection(Section):
     seed: int = Field(0, ge=0, description="Every random choice is derived from it.")
     steps: int = Field(40, ge=1, description="Optimizer steps that are measured.")
     warm_steps: int = Field(-1, ge=-1, description="Steps before them; -1: four more than max_staleness.")
+    most_engines: int = Field(
+        128, ge=1, description="A sweep simulates a slice of larger clusters: so many engines with their share of work."
+    )
     most_trajectories: int = Field(
         200_000, ge=1, description="Where a sweep would train more, it measures fewer steps, at least three batches."
     )
@@ -95,7 +98,9 @@ class SweepSection(Section):
     learner_shares: list[float] = Field(
         default_factory=lambda: [0.125, 0.25, 0.375, 0.5], description="Shares of gpus that the learner gets."
     )
-    scale_batch: bool = Field(True, description="With gpus: prompts_per_step grows with them from [cluster] on.")
+    batch_exponent: float = Field(
+        0.5, ge=0, le=1, description="With gpus: prompts_per_step grows with this power of them, from [cluster] on."
+    )
     engines: list[int] = Field(default_factory=list, description="Numbers of engines (without gpus).")
     learner_ranks: list[int] = Field(default_factory=list, description="Numbers of learner ranks (without gpus).")
     slots: list[int] = Field(default_factory=list, description="Numbers of slots.")

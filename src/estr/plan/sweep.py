@@ -92,7 +92,7 @@ def variants(plan: PlanConfig) -> list[PlanConfig]:
     """The plans of the sweep."""
     sweep, least = plan.sweep, plan.steps_per_batch - 1
     slots = sweep.slots or [plan.cluster.slots]
-    bounds = _distinct(max(least, bound) for bound in sweep.max_staleness or [*_STALENESS, plan.schedule.max_staleness])
+    bounds = sorted({max(least, bound) for bound in sweep.max_staleness or [*_STALENESS, plan.schedule.max_staleness]})
     found = []
     for (engines, ranks, batch), slot, bound in product(_machines(plan), slots, bounds):
         variant = plan.model_copy(deep=True)
@@ -109,7 +109,7 @@ def _machines(plan: PlanConfig) -> list[tuple[int, int, int]]:
     if sweep.gpus:
         found = []
         for gpus in sweep.gpus:
-            scaled = max(1, round(batch * gpus / plan.gpus)) if sweep.scale_batch else batch
+            scaled = max(1, round(batch * (gpus / plan.gpus) ** sweep.batch_exponent))
             found += [(engines, ranks, scaled) for engines, ranks in _splits(plan, gpus)]
         return found
     default = _distinct([max(1, cluster.engines // 2), cluster.engines, 2 * cluster.engines, 4 * cluster.engines])
@@ -128,8 +128,37 @@ def _splits(plan: PlanConfig, gpus: int) -> list[tuple[int, int]]:
     return _distinct(found)
 
 
+def cut_slice(plan: PlanConfig) -> tuple[PlanConfig, float]:
+    """A plan of at most ``most_engines`` engines with their share of prompts and of the learner, and how many such
+    slices the whole is. In a large cluster engines do not notice how many others there are."""
+    whole, prompts = plan.cluster.engines, plan.workload.prompts_per_step
+    least = max(1, plan.workload.minibatches)
+    share = max(least, round(prompts * plan.simulation.most_engines / whole))
+    if whole <= plan.simulation.most_engines or share >= prompts:
+        return plan, 1.0
+    part, times = plan.model_copy(deep=True), prompts / share
+    part.workload.prompts_per_step = share
+    part.cluster.engines = max(1, round(whole / times))
+    part.learner.seconds_per_token = plan.learner.seconds_per_token * times
+    return part, times
+
+
 def _simulate(plan: PlanConfig, workload_of: WorkloadOf) -> Outcome:
-    """``plan`` over as many steps as ``most_trajectories`` allows."""
+    """``plan``, or a slice of it, over as many steps as ``most_trajectories`` allows."""
+    part, times = cut_slice(plan)
+    outcome = _shortened(part, workload_of)
+    return dataclasses.replace(
+        outcome,
+        gpus=plan.gpus,
+        engines=plan.cluster.engines,
+        prompts_per_step=plan.workload.prompts_per_step,
+        trained_tokens_per_second=outcome.trained_tokens_per_second * times,
+        generated_tokens_per_second=outcome.generated_tokens_per_second * times,
+        simulated_engines=part.cluster.engines,
+    )
+
+
+def _shortened(plan: PlanConfig, workload_of: WorkloadOf) -> Outcome:
     short = plan.model_copy(deep=True)
     each = plan.workload.prompts_per_step * plan.workload.group_size
     warm = plan.staleness_bound + 4 if plan.simulation.warm_steps < 0 else plan.simulation.warm_steps

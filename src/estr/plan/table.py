@@ -68,13 +68,19 @@ def recommendations(sweep: Sweep) -> list[str]:
 
 def _sentence(best: Outcome, worth: float) -> str:
     ratio = best.engines / best.learner_ranks
-    split = f"{number(ratio)} engines a learner rank" if ratio >= 1 else f"{number(1 / ratio)} learner ranks an engine"
+    split = (
+        f"{number(ratio)} engine{'' if ratio == 1 else 's'} a learner rank"
+        if ratio >= 1
+        else f"{number(1 / ratio)} learner ranks an engine"
+    )
+    speed = number(round(best.trained_tokens_per_second))
     over = f", {best.speedup:.2f} times synchronous training on the same" if best.speedup is not None else ""
     return (
-        f"{best.gpus:,} GPUs: {_count(best.engines, 'engine')} and {_count(best.learner_ranks, 'learner rank')} "
-        f"({split}), {best.slots} slots, max_staleness {best.max_staleness}, the smallest within {percent(worth)} of the "
-        f"best throughput a GPU; {number(round(best.trained_tokens_per_second))} trained action tokens a second{over}; "
-        f"engines idle {percent(best.engine_idle_fraction)}, learner idle {percent(best.learner_idle_fraction)}."
+        f"{best.gpus:,} GPUs or processes: {_count(best.engines, 'engine')} and "
+        f"{_count(best.learner_ranks, 'learner rank')} ({split}), {best.slots} slots, max_staleness "
+        f"{best.max_staleness}, the smallest within {percent(worth)} of the best throughput a GPU; {speed} trained "
+        f"action tokens a second{over}; engines idle {percent(best.engine_idle_fraction)}, learner idle "
+        f"{percent(best.learner_idle_fraction)}."
     )
 
 

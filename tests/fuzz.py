@@ -191,7 +191,7 @@ def main() -> int:
         print(
             f"seed {seed}; {'reader':22}{'inputs':>8}{'read':>8}{'refused':>9}{'slowest':>10}{'memory':>9}", flush=True
         )
-    wrong = 0
+    wrong = tried = 0
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=base, prefix="estr-fuzz-") as folder:
         for name, reader in readers().items():
@@ -199,8 +199,10 @@ def main() -> int:
                 continue
             print(json.dumps({"begin": name}) if given_.json else "", end="\n" if given_.json else "", flush=True)
             finding = fuzz(name, reader, given_.inputs, seed, Path(folder))
-            wrong += len(finding.wrong)
+            wrong, tried = wrong + len(finding.wrong), tried + finding.tried
             print(json.dumps(vars(finding)) if given_.json else _row(finding), flush=True)
+    if not given_.json:
+        print(f"{tried} inputs; {wrong} findings" if wrong else f"{tried} inputs, none amiss")
     return min(wrong, 1)
 
 

@@ -249,8 +249,10 @@ def test_failed_runs_are_left_out_and_named(command: Path, capsys: pytest.Captur
         command,
         '[compare]\nseeds = [0, 1]\nrecipes = ["grpo", "estr"]\n[compare.variants.estr]\nset.run.keep_rollouts = 4\n',
     )
-    assert main(["compare", "study.toml", "--output", "out"]) == 0
-    assert "failed: estr-s0: estr: nothing can begin" in capsys.readouterr().out
+    assert main(["compare", "study.toml", "--output", "out"]) == 1
+    told = capsys.readouterr()
+    assert "failed: estr-s0: estr: nothing can begin" in told.out
+    assert "2 of 4 runs failed" in told.err
     result = json.loads((command / "out" / "compare.json").read_text())
     assert [failed["run"] for failed in result["failed"]] == ["estr-s0", "estr-s1"]
     assert result["rows"][1]["measures"] == {}

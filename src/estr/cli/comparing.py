@@ -23,7 +23,7 @@ from estr.compare.study import MATCHES, StudyFile, read_study
 from estr.compare.summary import Comparison, plain, summarize, to_json, write_json
 from estr.compare.tuning import Tuned, tune
 from estr.compare.words import difference_words, interval_words, p_words
-from estr.errors import UsageError
+from estr.errors import RunError, UsageError
 from estr.report.series import duration, number
 from estr.runtime.builders import build_task
 from estr.storage.files import disk_errors, write_atomic
@@ -49,7 +49,12 @@ class Options:
 
 
 def compare(path: str, options: Options) -> None:
-    """Run (or finish) a study, write compare.json and compare.html, print the table."""
+    """Run (or finish) a study, write compare.json and compare.html, print the table.
+
+    Raises:
+        UsageError: the study or an option is wrong.
+        RunError: runs failed; the result of the others is written before.
+    """
     study = read_study(path, _names(options.recipes), _seeds(options.seeds), options.sets)
     _check(options)
     plan = Plan(study)
@@ -108,10 +113,15 @@ def _study(study: StudyFile, options: Options, output: Path, entries: list[Entry
     page = write_page(comparison, output / "compare.html")
     if options.as_json:
         print(json.dumps(plain(to_json(comparison) | extra), allow_nan=False))
-        return
-    _print(comparison)
-    print(f"result {result}")
-    print(f"page {page}")
+    else:
+        _print(comparison)
+        print(f"result {result}")
+        print(f"page {page}")
+    if comparison.failed:
+        raise RunError(
+            f"{len(comparison.failed)} of {len(statuses)} runs failed and are left out of the result; the same command "
+            f"tries them again (what they said is in {output / 'logs'})"
+        )
 
 
 class Progress:

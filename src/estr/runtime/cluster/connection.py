@@ -48,9 +48,9 @@ class Cluster:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def connect(address: str, *, cpus: float, gpus: float, resources: dict[str, float], store: int) -> Cluster:
-    """Join the cluster at ``address``; where it is empty, start one on this machine with these resources and ``store``
-    bytes of shared memory. A process that is connected already stays so.
+def connect(address: str, *, cpus: float, gpus: float | None, resources: dict[str, float], store: int) -> Cluster:
+    """Join the cluster at ``address``; where it is empty, start one on this machine with these resources (``gpus``
+    None: those it has) and ``store`` bytes of shared memory. A process that is connected already stays so.
 
     Raises:
         MissingExtraError: Ray is not installed.

@@ -73,7 +73,7 @@ class EngineHandle:
                     return
             self._start()
             self._listen()
-        except (ray.exceptions.RayError, StopIteration, ValueError) as error:
+        except Exception as error:
             self._inbox.put((self, Died(self._given_up or self._ending(error))))
 
     def _start(self) -> None:

@@ -33,11 +33,10 @@ Result = TypeVar("Result")
 class _Engine:
     """One actor and its place; ``call`` raises Ray's errors."""
 
-    def __init__(self, index: int, needs: Mapping[str, float], *arguments: Any) -> None:
+    def __init__(self, index: int, needs: Mapping[str, float], patience: float, *arguments: Any) -> None:
         self.name = f"engine-{index}"
         self._reservation = Reservation([needs])
-        while not self._reservation.wait(1.0):
-            pass
+        self._reservation.require(patience)
         self.actor = ray.remote(LockstepActor).options(**self._reservation.options()).remote(*arguments)
 
     def free(self) -> None:
@@ -62,7 +61,14 @@ class RayLockstepPool:
     ) -> None:
         self._cluster, self._window, self._attempts = cluster, window, config.schedule.attempts
         self._needs = engine_needs(config.runtime, threads)
-        self._arguments = (config.model_dump(), str(model_path), threads, window, Home.here())
+        self._arguments = (
+            config.runtime.start_timeout,
+            config.model_dump(),
+            str(model_path),
+            threads,
+            window,
+            Home.here(),
+        )
         self._held: dict[int, Any] = {}  # references to the versions before the newest
         self._newest: Published | None = None
         self._jobs: list[Job] = []

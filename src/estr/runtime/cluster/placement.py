@@ -14,6 +14,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from estr.config.sections import RuntimeConfig
+from estr.errors import RunError, UsageError
 
 _LEARNER_WAIT = 5.0  # seconds
 _ON_NODE_WAIT = 5.0
@@ -36,6 +37,11 @@ class Reservation:
         """Whether the room is there; waits for it."""
         return bool(self._group.wait(seconds))
 
+    def require(self, seconds: float) -> None:
+        """Wait for the room; RunError where it does not come in time."""
+        if not self.wait(seconds):
+            raise no_room(self._needs[0], seconds)
+
     def options(self, bundle: int = 0) -> dict[str, Any]:
         """Options of an actor that takes the whole of a bundle."""
         needs = dict(self._needs[bundle])
@@ -46,6 +52,31 @@ class Reservation:
     def free(self) -> None:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             remove_placement_group(self._group)
+
+
+def no_room(needs: Mapping[str, float], seconds: float) -> RunError:
+    """What is said when an engine waited ``seconds`` for room."""
+    return RunError(
+        f"no engine could be placed within {seconds:g} s (runtime.start_timeout): one needs {_shown(needs)}, the "
+        f"cluster has {_shown(ray.available_resources())} free"
+    )
+
+
+def check_possible(needs: Mapping[str, float]) -> None:
+    """Refuse engines that this machine can never hold."""
+    total = ray.cluster_resources()
+    for name, amount in needs.items():
+        if amount > total.get(name, 0):
+            raise UsageError(
+                f"one engine needs {_shown(needs)} (runtime.engine_threads, engine_gpus, engine_resources), but this "
+                f"machine has {_shown(total)}"
+            )
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    internal = ("node:", "object_store", "bundle", "memory", "accelerator")
+    named = {name: n for name, n in resources.items() if not name.startswith(internal) and "_group_" not in name}
+    return ", ".join(f"{amount:.3g} {name}" for name, amount in sorted(named.items())) or "nothing"
 
 
 def reserve_for_driver(cpus: float) -> Reservation | None:

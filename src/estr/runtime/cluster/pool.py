@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from estr.config import Config
 from estr.errors import RunError
 from estr.runtime.cluster.connection import Cluster
 from estr.runtime.cluster.handles import STOP_TIMEOUT, EngineHandle, Published
-from estr.runtime.cluster.placement import engine_needs, reserve_for_driver
+from estr.runtime.cluster.placement import engine_needs, no_room, reserve_for_driver
 from estr.runtime.cluster.weights import put
 from estr.runtime.handles import Watch
 from estr.runtime.messages import Died, Event, Job, Members, Ready
@@ -97,10 +96,7 @@ class RayPool(Supervision[EngineHandle]):
             if places and complete and all(worker.ready for worker in places):
                 return
             if not places and now - begun > self._start_timeout:
-                raise RunError(
-                    f"no engine could be placed within {self._start_timeout:g} s (runtime.start_timeout): one needs "
-                    f"{_shown(self._needs)}, the cluster has {_shown(ray.available_resources())} free"
-                )
+                raise no_room(self._needs, self._start_timeout)
 
     def _start_event(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -192,9 +188,3 @@ class RayPool(Supervision[EngineHandle]):
         if self._learner is not None:
             self._learner.free()
         self._cluster.close()
-
-
-def _shown(resources: Mapping[str, float]) -> str:
-    internal = ("node:", "object_store", "bundle")
-    named = {name: n for name, n in resources.items() if not name.startswith(internal) and "_group_" not in name}
-    return ", ".join(f"{amount:.3g} {name}" for name, amount in sorted(named.items())) or "nothing"

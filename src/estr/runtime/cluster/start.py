@@ -38,11 +38,15 @@ def ray_pool(
     cluster = connect(
         config.runtime.address,
         cpus=float(max(1, engines * threads)),
-        gpus=engines * config.runtime.engine_gpus,
+        gpus=None if config.runtime.engine_gpus else 0,
         resources={name: amount * engines for name, amount in config.runtime.engine_resources.items()},
         store=int(config.runtime.object_store * 2**30) or _SPARE_STORE + size * (window + 3 if lockstep else 4),
     )
     try:
+        from estr.runtime.cluster.placement import check_possible, engine_needs
+
+        if cluster.owned:
+            check_possible(engine_needs(config.runtime, threads))
         if lockstep:
             return _lockstep(cluster, config, model_path, older, engines=engines, threads=threads, window=window)
         from estr.runtime.cluster.pool import RayPool

@@ -1,44 +1,48 @@
-"""Sync against async on `calculator` with log-normal tool latency, same machine, same number of optimizer steps.
+"""Sync against async on `calculator` with tool latency, same machine, same work in a step.
 
-    python benchmarks/overlap.py [--steps 20] [--repeats 3] [--short]
+    python -m benchmarks.overlap [--steps 10] [--repeats 2] [--short] [--json PATH]
 
-The latency is fixed here and not tuned: median 0.2 s, 99th percentile 2 s, cap 5 s. The sync baseline is a strong one:
-one engine process per core while it generates, all cores for the learner while it trains, all slots busy, and tool
-waits overlap inside its batch. Runs alternate; what is printed is the median and range of seconds per optimizer step
-after the first two, and the ratio of each pair. Pictures of the last pair's timelines go to --output.
+Latencies: none, 50 ms, 200 ms, and log-normal with median 0.2 s, 99th percentile 2 s, cap 5 s; 64 slots, for the
+log-normal one also 16 and 128. The sync baseline is a strong one: one engine process per core while it generates, all
+cores for the learner while it trains, all slots busy, and tool waits overlap inside its batch. Runs alternate. Seconds
+per optimizer step are taken in the steady state: in sync after the first two steps, in async after the engines have
+filled what the staleness bound allows, and before the last groups have been admitted. The bound is that of perfect overlap with the wait that the staleness
+bound itself imposes (benchmarks/common/bound.py), for the work the async run had. Pictures of the last log-normal
+pair's timelines go to --output.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common import results, runs
+from benchmarks.common.bound import bound
+from benchmarks.common.timing import Spread, ratio
+from estr.environments.latency import Latency
 from estr.report.picture import write_picture
 
-WARM = 2
+GROUPS = GROUP_SIZE = 8
+MODES = ("sync", "async")
 CONFIG = """
 [run]
-steps = {steps}
 checkpoint_every = 100000
 [model]
 path = "{model}"
 [task]
 name = "calculator"
-latency = "lognormal"
-latency_median = 0.2
-latency_p99 = 2.0
-latency_cap = 5.0
+latency = "{latency.kind}"
+latency_seconds = {latency.seconds}
+latency_median = {latency.median}
+latency_p99 = {latency.p99}
+latency_cap = {latency.cap}
 [rollout]
 group_size = 8
 max_new_tokens = 24
-slots = 64
+slots = {slots}
 parked = 448
 [schedule]
 max_staleness = {staleness}
@@ -48,72 +52,81 @@ prompts_per_step = 8
 """
 
 
-def run(mode: str, steps: int, staleness: int, model: str, directory: Path) -> Path:
-    """One run in a process of its own; returns its directory."""
-    config = directory / "overlap.toml"
-    config.write_text(CONFIG.format(steps=steps, model=model, staleness=staleness))
-    target = directory / f"{mode}-{len(list(directory.iterdir()))}"
-    command = [sys.executable, "-m", "estr", "train", str(config), "--output", str(target)]
-    done = subprocess.run([*command, "--set", f"schedule.mode={mode}"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return target
+@dataclass(frozen=True)
+class Setting:
+    title: str
+    latency: Latency
+    slots: int = 64
+    aim: float | None = None  # of sync / async
 
 
-def lines(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+LOGNORMAL = Latency("lognormal")
+SETTINGS = [
+    Setting("no latency", Latency()),
+    Setting("50 ms", Latency("fixed", 0.05)),
+    Setting("200 ms", Latency("fixed", 0.2)),
+    Setting("log-normal", LOGNORMAL, aim=2.6),
+    Setting("log-normal, 16 slots", LOGNORMAL, slots=16),
+    Setting("log-normal, 128 slots", LOGNORMAL, slots=128),
+]
 
 
-def seconds_per_step(run: Path) -> float:
-    metrics = lines(run)
-    return (metrics[-1]["wall_time"] - metrics[WARM - 1]["wall_time"]) / (len(metrics) - WARM)
-
-
-def mean(run: Path, key: str) -> float:
-    return statistics.mean(line[key] for line in lines(run)[WARM:])
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+def measure(result: results.Result, setting: Setting, arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
+    """Pairs of runs of one setting; the last pair."""
+    staleness = arguments.staleness
+    windows = {"sync": (runs.WARM, None), "async": (staleness + 2, -staleness)}
+    steps = {"sync": arguments.steps, "async": 2 * (staleness + 1) + 2 * arguments.steps}
+    config = CONFIG.format(
+        model=arguments.model,
+        latency=setting.latency,
+        slots=setting.slots,
+        staleness=staleness,
+    )
+    found: dict[str, list[Path]] = {mode: [] for mode in MODES}
+    for _ in range(arguments.repeats if setting.slots == 64 else 1):
+        for mode in MODES:
+            found[mode].append(runs.train(config, folder, schedule__mode=mode, run__steps=steps[mode]))
+    times = {
+        mode: Spread(tuple(runs.seconds_per_step(path, *windows[mode]) for path in paths))
+        for mode, paths in found.items()
+    }
+    for mode, paths in found.items():
+        result.measured(f"{setting.title}: {mode}", times[mode], "s a step")
+        for actor in ("engine", "learner"):
+            idle = Spread(tuple(runs.mean(path, f"time/{actor}_idle_fraction", *windows[mode]) for path in paths))
+            result.measured(f"{setting.title}: {mode}, {actor} idle", idle, "of the time")
+    result.ratio(f"{setting.title}: sync / async", ratio(times["sync"], times["async"]), setting.aim)
+    least = [bound(path, setting.latency, GROUPS, GROUP_SIZE, staleness, *windows["async"]) for path in found["async"]]
+    result.measured(f"{setting.title}: bound", Spread(tuple(least)), "s a step")
+    aim = None if arguments.short else 0.85
+    result.ratio(f"{setting.title}: bound / async", ratio(Spread(tuple(least)), times["async"]), aim)
+    return {mode: paths[-1] for mode, paths in found.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--staleness", type=int, default=6)
-    parser.add_argument("--model", default="builtin:tiny")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--short", action="store_true", help="a few steps of a tiny model, to show that it works")
-    arguments = parser.parse_args()
-    steps, repeats, model = arguments.steps, arguments.repeats, arguments.model
+    options = results.parser(__doc__, repeats=2)
+    options.add_argument("--steps", type=int, default=10, help="of a sync run; async takes twice as many")
+    options.add_argument("--staleness", type=int, default=6, help="max_staleness of async")
+    options.add_argument("--model", default="builtin:tiny")
+    options.add_argument("--output", type=Path, help="folder for pictures of the timelines")
+    arguments = options.parse_args()
+    settings = SETTINGS
     if arguments.short:
-        steps, repeats, model = 4, 1, "builtin:micro"
-    runs: dict[str, list[Path]] = {"sync": [], "async": []}
+        arguments.steps, arguments.repeats, arguments.model = 3, 1, "builtin:micro"
+        arguments.staleness = 1
+        settings = [Setting("50 ms", Latency("fixed", 0.05))]
+    result = results.begin("overlap", arguments, steps=arguments.steps, max_staleness=arguments.staleness)
+    result.settings["threads of processes"] = "engines 1 each; learner all cores in sync, 1 in async"
     with tempfile.TemporaryDirectory() as name:
-        for _ in range(repeats):
-            for mode in runs:
-                runs[mode].append(run(mode, steps, arguments.staleness, model, Path(name)))
-        times = {mode: [seconds_per_step(path) for path in paths] for mode, paths in runs.items()}
-        ratios = [a / b for a, b in zip(times["sync"], times["async"], strict=True)]
-        print(
-            f"{platform.machine()}, {os.cpu_count()} cores, {steps} steps, {repeats} pairs, max_staleness "
-            f"{arguments.staleness}; engines 1 thread each; learner {os.cpu_count()} in sync, 1 in async"
-        )
-        for mode, paths in runs.items():
-            idle = {
-                key: statistics.mean(mean(path, f"time/{key}_idle_fraction") for path in paths)
-                for key in ("engine", "learner")
-            }
-            tokens = statistics.mean(mean(path, "tokens/action") for path in paths)
-            print(
-                f"{mode:>5}: {spread(times[mode])} s a step, {tokens:.0f} action tokens a step, "
-                f"engines idle {idle['engine']:.0%}, learner idle {idle['learner']:.0%}"
-            )
-        print(f"sync / async: {spread(ratios)}")
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        for mode, paths in runs.items():
-            print(write_picture(paths[-1], arguments.output / f"overlap-{mode}.svg"))
+        for setting in settings:
+            pair = measure(result, setting, arguments, Path(name))
+            if arguments.output is not None and setting.title in ("log-normal", settings[0].title):
+                arguments.output.mkdir(parents=True, exist_ok=True)
+                for mode, path in pair.items():
+                    write_picture(path, arguments.output / f"overlap-{mode}.svg")
+    closest = [r.median for r in result.ratios if r.name.endswith("bound / async")]
+    result.notes.append(f"of the bound, over all settings: {statistics.median(closest):.2f}, least {min(closest):.2f}")
+    results.finish(result, arguments.json)
 
 
 if __name__ == "__main__":

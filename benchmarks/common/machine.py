@@ -35,8 +35,8 @@ def facts(threads: int, *, short: bool = False) -> dict[str, Any]:
 def sentence(found: dict[str, Any]) -> str:
     return (
         f"{found['processor']}, {found['cores']} cores, {found['threads']} thread(s) pinned, torch {found['torch']}, "
-        f"load {found['load_before']}; GEMM {found['gemm_float32_gflops']} (float32) and {found['gemm_bfloat16_gflops']} "
-        f"(bfloat16) GFLOP/s, memory {found['memory_gb_per_s']} GB/s"
+        f"load {found['load_before']}; GEMM {found['gemm_float32_gflops']} (float32) and "
+        f"{found['gemm_bfloat16_gflops']} (bfloat16) GFLOP/s, memory {found['memory_gb_per_s']} GB/s"
     )
 
 

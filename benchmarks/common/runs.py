@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.common.peer import ROOT
 
-WARM = 2  # first steps that are left out: engines fill up
+WARM = 2  # first steps that are left out, where nothing else is said: everything is still cold
 
 
 def train(config: str, directory: Path, *, cores: set[int] | None = None, **overrides: Any) -> Path:
@@ -35,13 +35,13 @@ def lines(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def seconds_per_step(run: Path) -> float:
-    """After the first steps."""
-    metrics = lines(run)
-    return (metrics[-1]["wall_time"] - metrics[WARM - 1]["wall_time"]) / (len(metrics) - WARM)
+def seconds_per_step(run: Path, first: int = WARM, last: int | None = None) -> float:
+    """Between the ends of steps ``first`` and ``last`` (1-based; default: the last one)."""
+    chosen = lines(run)[first - 1 : last]
+    return (chosen[-1]["wall_time"] - chosen[0]["wall_time"]) / (len(chosen) - 1)
 
 
-def mean(run: Path, key: str) -> float:
-    """Of a metric, after the first steps."""
-    values = [line[key] for line in lines(run)[WARM:] if key in line]
+def mean(run: Path, key: str, first: int = WARM, last: int | None = None) -> float:
+    """Of a metric, over the steps after ``first`` and up to ``last``."""
+    values = [line[key] for line in lines(run)[first:last] if key in line]
     return sum(values) / max(1, len(values))

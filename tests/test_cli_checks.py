@@ -98,3 +98,13 @@ def test_what_a_task_gets_wrong_is_said(tmp_path, capsys, how, words):
 def test_options_of_a_task_of_ones_own_are_of_their_defaults_kind(options, words):
     with pytest.raises(UsageError, match=words):
         make_task("loop_tasks:Echo", **options)
+
+
+def test_fewer_steps_than_are_done_are_refused_on_resume(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert estr(capsys, "train", write_config(tmp_path / "run.toml", run={"steps": 2}), "--output", run).status == 0
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace("\nsteps = 2\n", "\nsteps = 1\n"))
+    outcome = estr(capsys, "resume", run)
+    assert outcome.status == 2
+    assert "run.steps = 1" in outcome.complaint
+    assert "less than the 2 steps that are done" in outcome.complaint

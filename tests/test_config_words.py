@@ -4,6 +4,7 @@ import pytest
 
 from estr.cli.main import one_line
 from estr.config.load import load_config
+from estr.config.validate import validate_config
 from estr.environments.registry import make_task
 from estr.errors import UsageError, nearest, plain, shown
 
@@ -89,3 +90,27 @@ def test_the_command_line_keeps_any_error_to_one_line():
     assert one_line("a\nb\x1b[31m " + "x" * 500) == r"a b\x1b[31m " + "x" * 60 + "…"
     path = "/" + "/".join(["d" * 90] * 4)
     assert one_line(f"cannot read {path}") == f"cannot read {path}"
+
+
+def test_hyperparameters_of_a_recipe_that_is_not_trained_are_told(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[objective.grpo]\nclip_low = 0.1\n[objective.estr]\ntau = 2.0\n")
+    told = "[objective.grpo] (clip_low) has no effect: objective.recipe is estr"
+    assert load_config(path).notices == [told]
+    assert load_config(None, ["objective.grpo.clip_low=0.1"]).notices == [told]
+    assert load_config(path, ["objective.recipe=grpo"]).notices == [
+        "objective.recipe is now grpo: the file's estr.tau of estr left out"
+    ]
+
+
+def test_staleness_that_lockstep_cannot_hold_is_told():
+    sets = ["schedule.mode=lockstep", "learner.minibatches=4", "objective.recipe=estr"]
+    (warning,) = validate_config(load_config(None, sets).config)
+    assert warning.startswith("schedule.inter = 0 cannot be held: the last of 4 minibatches is trained 3 steps after the newest")
+    assert "use inter = 3 or more" in warning
+    assert validate_config(load_config(None, [*sets, "schedule.inter=3"]).config) == []
+
+
+def test_a_temperature_of_evaluation_that_is_neither_greedy_nor_possible():
+    with pytest.raises(UsageError, match="eval_temperature must be 0"):
+        validate_config(load_config(None, ["run.eval_temperature=1e-6"]).config)

@@ -59,6 +59,11 @@ def resume(path: str, *, accept_changes: bool = False) -> None:
         latest = latest_checkpoint(directory)
         for notice in latest.notices:
             say(f"note: {notice}")
+        if latest.checkpoint is not None and latest.checkpoint.step > config.run.steps:
+            raise UsageError(
+                f"run.steps = {config.run.steps} in {directory.config_path} is less than the {latest.checkpoint.step} "
+                "steps that are done; raise it to go on, or to that number to leave it as it is"
+            )
         complete = latest.checkpoint is not None and latest.checkpoint.step >= config.run.steps
         record = RunRecord(directory)
         if latest.checkpoint is not None and complete and (record.ending == "finished" or not record.begun):

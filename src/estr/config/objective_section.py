@@ -70,6 +70,7 @@ def resolve_objective(
     by_hand = (_merge_file(recipe, written) if recipe == written_recipe else {}).keys() | chosen.keys()
     notices += apply_calibration(fixed.get("calibration"), hyperparameters, set(by_hand))
     build_objective(recipe, hyperparameters)
+    notices += _without_effect(recipe, written_recipe, [written, given])
     methods = resolve_methods("objective", written.fixed, given.fixed, stored=stored)
     present = {key: value for key, value in hyperparameters.items() if value is not None}  # TOML has no null
     return {**fixed, **methods.values, **present}, notices + methods.notices
@@ -143,6 +144,16 @@ def _left_out(old: Any, new: str, written: _Part) -> list[str]:
     if not names:
         return []
     return [f"objective.recipe is now {new}: the file's {', '.join(names)} of {old} left out"]
+
+
+def _without_effect(recipe: str, written: Any, parts: list[_Part]) -> list[str]:
+    """Tables of recipes that are not trained; those of the file's own recipe are told by `_left_out`."""
+    named = [(name, values) for part in parts for name, values in part.named.items()]
+    return [
+        f"[objective.{name}] ({', '.join(values)}) has no effect: objective.recipe is {recipe}"
+        for name, values in named
+        if values and name not in (recipe, written)
+    ]
 
 
 def build_objective(recipe: str, hyperparameters: Mapping[str, Any]) -> Objective:

@@ -32,7 +32,7 @@ def validate_config(config: Config, *, training: bool = True) -> list[str]:
     _check_recorded(config)
     _check_batch(config)
     _check_schedule(config)
-    return [*_ray_warnings(config.runtime), *_group_warnings(config), *check_combinations(config)]
+    return [*_ray_warnings(config.runtime), *_schedule_warnings(config), *check_combinations(config)]
 
 
 def check_rollout_dtype(rollout: RolloutConfig) -> None:
@@ -152,6 +152,17 @@ def _check_schedule(config: Config) -> None:
             f"runtime.engines = {config.runtime.engines} is refused in lockstep, which keeps one engine inside the "
             "learner's process; use 1 or 0"
         )
+
+
+def _schedule_warnings(config: Config) -> list[str]:
+    inter, last = config.schedule.inter, config.learner.minibatches - 1
+    if config.schedule.mode != "lockstep" or inter >= last:
+        return _group_warnings(config)
+    return [
+        f"schedule.inter = {inter} cannot be held: the last of {last + 1} minibatches is trained {last} steps after "
+        f"the newest weights that can have sampled it, so its tokens are {last} steps old; use inter = {last} or more",
+        *_group_warnings(config),
+    ]
 
 
 def _group_warnings(config: Config) -> list[str]:

@@ -6,9 +6,9 @@ Latencies: none, 50 ms, 200 ms, and log-normal with median 0.2 s, 99th percentil
 log-normal one also 16 and 128. The sync baseline is a strong one: one engine process per core while it generates, all
 cores for the learner while it trains, all slots busy, and tool waits overlap inside its batch. Runs alternate. Seconds
 per optimizer step are taken in the steady state: in sync after the first two steps, in async after the engines have
-filled what the staleness bound allows, and before the last groups have been admitted. The bound is that of perfect overlap with the wait that the staleness
-bound itself imposes (benchmarks/common/bound.py), for the work the async run had. Pictures of the last log-normal
-pair's timelines go to --output.
+filled what the staleness bound allows, and before the last groups have been admitted. The bound is that of perfect
+overlap with the wait that the staleness bound itself imposes (benchmarks/common/bound.py), for the work the async run
+had. Pictures of the last log-normal pair's timelines go to --output.
 """
 
 from __future__ import annotations

@@ -74,5 +74,5 @@ def _durations(run: Path, latency: Latency) -> list[float]:
 def decode_seconds(run: Path) -> float:
     """Mean seconds of a decode step, whatever else the engine did between two of them included."""
     spans = [span for span in read_timeline(run) if span["kind"] == "generate"]
-    steps = sum((span.get("work") or {}).get("decode_steps", 0) for span in spans)
+    steps = sum(span.get("decode_steps", 0) for span in spans)
     return sum(span["end"] - span["start"] for span in spans) / max(1, steps)

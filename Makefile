@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 STUDIES := default aggressive inter intra sensitivity stress
 
-.PHONY: study demo demo-seeds test test-all test-oracles lint install torture faults soak fuzz
+.PHONY: study demo demo-seeds test test-all test-oracles lint install torture faults soak fuzz bench bench-gpu bench-peers
 
 install: $(INSTALLED)
 
@@ -63,6 +63,36 @@ faults: $(INSTALLED)
 MINUTES ?= 60
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py --minutes $(MINUTES)
+
+# Ratios against what people would use instead, in about 25 minutes on two quiet cores; peers that are not installed are
+# left out and told. Results go to benchmarks/results, the page made from them to docs/performance.md.
+BENCHMARKS := generation learner whole_step overlap publication bookkeeping
+bench: $(INSTALLED)
+	for name in $(BENCHMARKS); do \
+		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; \
+	done
+	$(BIN)/python -m benchmarks.performance_page
+
+# Untested until somebody has run it: one machine with a GPU, at most ten minutes.
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu --json benchmarks/results/gpu.json
+	$(BIN)/python -m benchmarks.performance_page
+
+# TRL and vLLM for the CPU, each in an environment of its own.
+bench-peers: .venv-trl/.installed .venv-vllm/.installed
+
+.venv-trl/.installed: benchmarks/peers/trl.txt
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers/trl.txt
+	touch $@
+
+# Its dependencies bring vision and audio libraries that do not fit its own torch.
+.venv-vllm/.installed: benchmarks/peers/vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers/vllm.txt
+	.venv-vllm/bin/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec
+	touch $@
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -W ignore tests/fuzz.py

@@ -1,0 +1,113 @@
+"""Makes docs/performance.md from benchmarks/results/*.json.
+
+    python -m benchmarks.performance_page [--check]
+
+With ``--check`` nothing is written; exit status 1 where the page is not what the stored results say.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.common import results
+from benchmarks.common.timing import Spread
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+TITLES = {
+    "generation": "Generation",
+    "learner": "Learner",
+    "whole_step": "A whole step",
+    "overlap": "Overlap of generation and training",
+    "publication": "Weights to running engines",
+    "bookkeeping": "Bookkeeping",
+    "gpu": "On a GPU",
+}
+HEAD = """# Performance
+
+Made by `python -m benchmarks.performance_page` from `benchmarks/results/`; `make bench` measures anew. Every number
+that matters is a ratio of things that ran side by side in one invocation, alternating, threads pinned: median, and
+range of the repetitions. Seconds are of the machine named with them.
+"""
+REASONS = Path(__file__).with_name("reasons.md")
+
+
+def page(folder: Path = results.FOLDER) -> str:
+    """The whole page."""
+    found = [results.read(folder / f"{name}.json") for name in TITLES if (folder / f"{name}.json").exists()]
+    parts = [HEAD, *_aims(found), *(part for result in found for part in _section(result)), *_gpu(found)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _aims(found: list[results.Result]) -> Iterator[str]:
+    """Every aim in one table, and what stands in the way of those that are missed."""
+    rows = [(result, ratio) for result in found for ratio in result.ratios if ratio.aim is not None]
+    if not rows:
+        return
+    yield "## Aims\n"
+    yield "| benchmark | ratio | aim | reached | |\n|---|---|---|---|---|"
+    for result, ratio in rows:
+        sign, word = ("≥" if ratio.higher else "≤"), ratio.verdict.rpartition(" ")[2]
+        yield f"| {TITLES[result.name]} | {ratio.name} | {sign} {ratio.aim:g} | {Spread(ratio.values)} | {word} |"
+    yield ""
+    missed = {result.name for result, ratio in rows if ratio.verdict.endswith("missed")}
+    reasons = _reasons()
+    for name in TITLES:
+        if name in missed:
+            yield f"**{TITLES[name]}, what stands in the way:** {reasons.get(name, 'not yet known')}\n"
+
+
+def _reasons() -> dict[str, str]:
+    """What stands in the way of a benchmark's missed aims: ``name: text`` paragraphs of reasons.md."""
+    if not REASONS.exists():
+        return {}
+    paragraphs = REASONS.read_text(encoding="utf-8").strip().split("\n\n")
+    pairs = (paragraph.replace("\n", " ").partition(": ") for paragraph in paragraphs)
+    return {name: text for name, _, text in pairs}
+
+
+def _section(result: results.Result) -> Iterator[str]:
+    machine = result.machine
+    yield f"## {TITLES[result.name]}\n"
+    yield (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} thread(s) a process, torch "
+        f"{machine['torch']}, load {machine['load_before']} before; matrix products {machine['gemm_float32_gflops']} "
+        f"(float32) and {machine['gemm_bfloat16_gflops']} (bfloat16) GFLOP/s, memory {machine['memory_gb_per_s']} "
+        "GB/s. "
+        f"{', '.join(f'{k} {v}' for k, v in result.settings.items() if k != 'short')}. {result.seconds:.0f} s.\n"
+    )
+    yield "| ratio | median (range) |\n|---|---|"
+    yield from (f"| {ratio.name} | {Spread(ratio.values)} |" for ratio in result.ratios)
+    yield "\n| measured | median (range) | |\n|---|---|---|"
+    yield from (f"| {m['name']} | {Spread(tuple(m['values']))} | {m['unit']} |" for m in result.measurements)
+    yield ""
+    for loop, shares in result.profile.items():
+        yield f"| where the time of the {loop} goes | |\n|---|---|"
+        yield from (f"| {part} | {share:.1%} |" for part, share in shares.items())
+        yield ""
+    yield from (f"{note}\n" for note in result.notes)
+
+
+def _gpu(found: list[results.Result]) -> Iterator[str]:
+    if all(result.name != "gpu" for result in found):
+        yield (
+            "## On a GPU\n\nUntested: no GPU was at hand. `make bench-gpu` is made to run generation and the learner's "
+            "step on one machine with a GPU in at most ten minutes, and stores `benchmarks/results/gpu.json`.\n"
+        )
+
+
+def main() -> None:
+    wanted = page()
+    if sys.argv[1:] == ["--check"]:
+        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != wanted:
+            sys.exit(f"{PAGE} is not what the stored results say; run: python -m benchmarks.performance_page")
+    elif sys.argv[1:]:
+        sys.exit("usage: python -m benchmarks.performance_page [--check]")
+    else:
+        PAGE.write_text(wanted, encoding="utf-8")
+        print(PAGE)
+
+
+if __name__ == "__main__":
+    main()

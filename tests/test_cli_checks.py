@@ -108,3 +108,23 @@ def test_fewer_steps_than_are_done_are_refused_on_resume(tmp_path, capsys):
     assert outcome.status == 2
     assert "run.steps = 1" in outcome.complaint
     assert "less than the 2 steps that are done" in outcome.complaint
+
+
+def test_recipes_and_tasks_are_listed_without_rich(capsys, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "rich" else find(name, *rest))
+    out = estr(capsys, "recipes").out
+    assert "estr" in out
+    assert "gate E token; surrogate E token" in out
+    assert "calculator" in estr(capsys, "tasks").out
+
+
+def test_a_report_is_not_written_into_a_directory_that_is_not_there(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert estr(capsys, "train", write_config(tmp_path / "run.toml", run={"steps": 0}), "--output", run).status == 0
+    outcome = estr(capsys, "report", run, "--html", tmp_path / "absent" / "report.html")
+    assert outcome.status == 2
+    assert "does not exist; make it first" in outcome.complaint
+    assert not (tmp_path / "absent").exists()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.table import Table
 
 from estr.errors import UsageError, nearest
 
@@ -19,14 +18,13 @@ def show_recipes() -> None:
     """One line a method, family by family."""
     from estr.cli.catalogue import catalogue
 
-    console = _console()
     for family in catalogue():
-        table = _table(family.title.lower(), "what it does", "place: operator edge scope", "confidence")
+        rows = [(family.title.lower(), "what it does", "place: operator edge scope", "confidence")]
         for entry in family.entries:
             places = "; ".join(dict.fromkeys(map(str, entry.places)))
-            table.add_row(entry.name, entry.description, places, entry.confidence)
-        console.print(table)
-        console.print()
+            rows.append((entry.name, entry.description, places, entry.confidence))
+        _print_table(rows)
+        print()
 
 
 def show_recipe(name: str) -> None:
@@ -75,15 +73,21 @@ def show_tasks() -> None:
             print(f"  {key} = {option.default!r}  {option.description}")
 
 
-def _table(*columns: str) -> Table:
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """The first row is the heading; folded to the terminal where rich is installed."""
+    if importlib.util.find_spec("rich") is None:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, show_edge=False)
-    for column in columns:
+    for column in rows[0]:
         table.add_column(column, overflow="fold")
-    return table
-
-
-def _console() -> Console:
+    for row in rows[1:]:
+        table.add_row(*row)
     console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        console = Console(markup=False, highlight=False, width=160)
-    return console
+    wide = console if console.is_terminal else Console(markup=False, highlight=False, width=160)
+    wide.print(table)

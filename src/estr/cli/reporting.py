@@ -15,4 +15,6 @@ def report(runs: list[str], output: str | None) -> None:
     if output is None and len(paths) > 1:
         raise UsageError("the report of several runs needs --html OUT")
     target = Path(output) if output is not None else paths[0] / "report.html"
+    if not target.absolute().parent.is_dir():
+        raise UsageError(f"--html {target}: the directory {target.absolute().parent} does not exist; make it first")
     print(write_report(paths, target))

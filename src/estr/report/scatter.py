@@ -156,7 +156,19 @@ def _sentence(cloud: Cloud, fit: PowerLawFit | None) -> str:
     return (
         "What lies above the curve is what ESTR drops, fixed thresholds cut straight across: over "
         f"{known} E[δ²] grows as H to the power {number(fit.exponent, 2)} (in proportion it would be 1; "
-        f"R² of the fit {number(fit.r2, 2)})."
+        f"R² of the fit {number(fit.r2, 2)}). {_against_the_paper(fit.exponent)}"
+    )
+
+
+def _against_the_paper(exponent: float) -> str:
+    """What the exponent means beside E[δ²] ∝ H of arXiv 2607.22186."""
+    if 0.7 <= exponent <= 1.3:
+        return "That is near the proportion which entropy-scaled thresholds rest on (arXiv 2607.22186)."
+    scale = "faster" if exponent > 1 else "slower"
+    side = "certain" if exponent > 1 else "uncertain"
+    return (
+        f"The paper (arXiv 2607.22186) has E[δ²] in proportion to H; here it grows {scale}, so one τ is looser for "
+        f"{side} tokens than for others."
     )
 
 

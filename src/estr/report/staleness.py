@@ -43,7 +43,7 @@ def staleness_panels(runs: Sequence[Run], ink: Ink = THEMED) -> list[Panel]:
             "Δ intra = last − first version (optimizer steps)",
             runs,
             [table.intra[which] for table, which in zip(tables, trained, strict=True)],
-            "Everything right of 0 was sampled across a weight update that arrived in flight",
+            "Everything right of 0 was sampled across a weight update in flight; longer trajectories span more",
             ink,
         ),
         _histogram(
@@ -52,7 +52,7 @@ def staleness_panels(runs: Sequence[Run], ink: Ink = THEMED) -> list[Panel]:
             "Δ inter = version trained − last version (optimizer steps)",
             runs,
             [table.inter[which] for table, which in zip(tables, trained, strict=True)],
-            "Everything right of 0 waited while the learner took further steps",
+            "Everything right of 0 waited while the learner took steps; it swings with the lengths of what is in flight",
             ink,
         ),
     ]

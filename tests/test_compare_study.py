@@ -274,6 +274,7 @@ def test_a_diverged_run_counts_as_collapsed(command: Path) -> None:
         (["--match", "masked"], "can match masked_fraction"),
         (["--match", "masked_fraction", "--tune"], "use one of them"),
         (["--match", "masked_fraction", "--recipes", "grpo,tis"], "none of the recipes has a threshold"),
+        (["--match", "masked_fraction", "--recipes", "kpop,tis"], "compare.match.reference is 'estr'"),
         (["--seeds", "0,a"], "whole numbers"),
         (["--recipes", "grpoo"], "did you mean 'grpo'"),
     ],

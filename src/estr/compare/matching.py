@@ -1,8 +1,9 @@
 """``--match masked_fraction``: thresholds at which all recipes drop the same share of tokens.
 
-A pilot run (of the baseline, on a seed that is not reported) is stored. Each recipe's threshold is bisected so that
-replaying the pilot's steps drops the wanted share. What a recipe drops in a run of its own differs, because dropping
-changes where the run goes; so, in further rounds, each recipe's own pilot at its threshold takes the first one's place.
+A pilot run (of the baseline or of ``match.pilot``, on a seed that is not reported) is stored. Each recipe's threshold
+is bisected so that replaying the pilot's steps drops the wanted share. What a recipe drops in a run of its own differs,
+because dropping changes where the run goes; so, in further rounds, each recipe's own pilot at its threshold takes the
+first one's place.
 """
 
 from __future__ import annotations
@@ -87,8 +88,10 @@ def match(
     if not movable:
         raise UsageError(f"{study.path}: none of the recipes has a threshold that --match could move")
     settings = study.section.match
-    pilot = _pilot(plan, baseline, study, train, "match-pilot-")
-    target = settings.target or _reference_share(study, movable, pilot, plan)
+    reference = movable[0] if settings.target else _named(movable, settings.reference, "reference", study)
+    chosen = _named(entries, settings.pilot, "pilot", study) if settings.pilot else baseline
+    pilot = _pilots(plan, [chosen], study, train, "match-pilot-")[0]
+    target = settings.target or _share(pilot, reference, _hyperparameters(plan, reference, study))
     found = [_bisect(study, entry, pilot, target, (), plan) for entry in movable]
     for number in range(1, settings.rounds):
         pilots = _pilots(plan, [one.entry for one in found], study, train, f"match-round{number}-")
@@ -151,10 +154,6 @@ class Pilot:
     seed: int
 
 
-def _pilot(plan: Plan, entry: Entry, study: StudyFile, train: Trainer, prefix: str) -> Pilot:
-    return _pilots(plan, [entry], study, train, prefix)[0]
-
-
 def _pilots(plan: Plan, entries: Sequence[Entry], study: StudyFile, train: Trainer, prefix: str) -> list[Pilot]:
     seed = study.section.match.seed
     runs = [cell.run for cell in plan.cells(entries, [Point()], [seed], prefix)]
@@ -168,15 +167,12 @@ def _dump(run: PlannedRun, status: Status) -> Dump:
     return read_dump(status.path, "estr")
 
 
-def _reference_share(study: StudyFile, movable: Sequence[Entry], pilot: Pilot, plan: Plan) -> float:
-    wanted = study.section.match.reference
-    for entry in movable:
+def _named(entries: Sequence[Entry], wanted: str, key: str, study: StudyFile) -> Entry:
+    for entry in entries:
         if wanted in (entry.label, entry.variant):
-            return _share(pilot, entry, _hyperparameters(plan, entry, study))
-    raise UsageError(
-        f"{study.path}: compare.match.reference is {wanted!r}, which is not compared or has no threshold; set it, or "
-        "give compare.match.target"
-    )
+            return entry
+    hint = " with a threshold; set it, or give compare.match.target" if key == "reference" else "; set it"
+    raise UsageError(f"{study.path}: compare.match.{key} is {wanted!r}, which is not among what is compared{hint}")
 
 
 def _hyperparameters(plan: Plan, entry: Entry, study: StudyFile) -> dict[str, Any]:

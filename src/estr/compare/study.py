@@ -46,6 +46,7 @@ class TuneSection(Section):
 
 class MatchSection(Section):
     target: float = Field(0.0, ge=0, lt=1, description="Masked fraction to match; 0: that of `reference`, unmatched.")
+    pilot: str = Field("", description="Variant whose run is the first pilot; empty: the baseline.")
     reference: str = Field("estr", description="Variant whose masked fraction in the pilot is the target.")
     seed: int = Field(2000, ge=0, description="Seed of the pilot runs, which are not reported.")
     rounds: int = Field(

@@ -220,7 +220,7 @@ def page(tmp_path, monkeypatch):
 
 
 def test_the_page_on_your_own_task_runs(page):
-    options = dict(re.findall(r"^(\w+) = (\d+)$", re.search(r"```toml\n(.*?)```", page, re.S)[1], re.M))
+    options = dict(re.findall(r"^(\w+) = (\d+)$", re.search(r"\[task\]\n(.*?)```", page, re.S)[1], re.M))
     task = make_task("guess:GuessTask", default_seed=1, **{key: int(value) for key, value in options.items()})
     assert (task.seed, task.highest) == (1, 50)
     assert {p.answer for p in task.eval_problems(99)} == set(range(5, 51, 5))

@@ -52,7 +52,7 @@ def staleness_panels(runs: Sequence[Run], ink: Ink = THEMED) -> list[Panel]:
             "Δ inter = version trained − last version (optimizer steps)",
             runs,
             [table.inter[which] for table, which in zip(tables, trained, strict=True)],
-            "Everything right of 0 waited while the learner took steps; it swings with the lengths of what is in flight",
+            "Everything right of 0 waited while the learner took steps; it swings with the lengths in flight",
             ink,
         ),
     ]

@@ -18,11 +18,12 @@ _COLUMNS = {"tokens": "<i4", "action": "|b1", "logprob": "<f4", "entropy": "<f4"
 _OPTIONAL = {"support_ids": "<i4", "support_offsets": "<i8", "topk_ids": "<i4", "topk_logprob": "<f4"}
 _BYTES_PER_TOKEN = sum(np.dtype(kind).itemsize for kind in _COLUMNS.values())
 _MAX_BYTES = 1 << 30  # a payload that unpacks to more is damaged
+_SMALL = 1 << 13  # bytes; compressing these costs more than writing them
 _FORMAT = 1
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """``trajectory`` as a compressed payload."""
+    """``trajectory`` as a payload, compressed where that is worth its time."""
     fields = {
         field.name: getattr(trajectory, field.name)
         for field in dataclasses.fields(trajectory)
@@ -37,7 +38,8 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     for segment, arrays in zip(trajectory.segments, optional, strict=True):
         given = {name: np.asarray(getattr(segment, name)) for name in _COLUMNS} | arrays
         columns += [array.astype((_COLUMNS | _OPTIONAL)[name], copy=False).tobytes() for name, array in given.items()]
-    return zlib.compress(b"\n".join((head.encode("ascii"), b"".join(columns))), level=1)
+    whole = b"\n".join((head.encode("ascii"), b"".join(columns)))
+    return zlib.compress(whole, level=1 if len(whole) > _SMALL else 0)
 
 
 def _optional(segment: Segment) -> dict[str, NDArray[Any]]:

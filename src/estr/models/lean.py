@@ -30,21 +30,25 @@ class KeyValues(Protocol):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
 
 
+Linear = tuple[nn.Parameter, nn.Parameter | None]
+"""Weight and bias."""
+
+
 @dataclass(frozen=True)
 class _Layer:
     """The parameters of one layer; the objects stay, what they hold is exchanged with every version."""
 
     norm: nn.Parameter
-    q: nn.Linear
-    k: nn.Linear
-    v: nn.Linear
-    o: nn.Linear
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
     q_norm: nn.Parameter | None
     k_norm: nn.Parameter | None
     mlp_norm: nn.Parameter
-    gate: nn.Linear
-    up: nn.Linear
-    down: nn.Linear
+    gate: Linear
+    up: Linear
+    down: Linear
 
 
 class LeanDecoder:
@@ -76,14 +80,14 @@ class LeanDecoder:
         x = self._embedding(tokens)
         for index, layer in enumerate(self._layers):
             h = self._normed(x, layer.norm)
-            q, k = self._heads(layer.q(h), layer.q_norm), self._heads(layer.k(h), layer.k_norm)
-            keys, values = cache.update(
-                self._turned(k, cos, sin), layer.v(h).view(rows, queries, -1, self._width).transpose(1, 2), index
-            )
-            mixed = masked_attention(self._turned(q, cos, sin), keys, values, mask, self._score)
-            x = layer.o(mixed.transpose(1, 2).reshape(rows, queries, -1)).add_(x)
+            q = self._turned(self._heads(F.linear(h, *layer.q), layer.q_norm), cos, sin)
+            k = self._turned(self._heads(F.linear(h, *layer.k), layer.k_norm), cos, sin)
+            keys, values = cache.update(k, self._heads(F.linear(h, *layer.v), None), index)
+            mixed = masked_attention(q, keys, values, mask, self._score)
+            x = F.linear(mixed.transpose(1, 2).reshape(rows, queries, -1), *layer.o).add_(x)
             h = self._normed(x, layer.mlp_norm)
-            x = layer.down(F.silu(layer.gate(h), inplace=True).mul_(layer.up(h))).add_(x)
+            gated = F.silu(F.linear(h, *layer.gate), inplace=True).mul_(F.linear(h, *layer.up))
+            x = F.linear(gated, *layer.down).add_(x)
         return self._normed(x, self._norm)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -140,17 +144,21 @@ def _layer_of(layer: Any) -> _Layer:
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return _Layer(
         norm=layer.input_layernorm.weight,
-        q=attention.q_proj,
-        k=attention.k_proj,
-        v=attention.v_proj,
-        o=attention.o_proj,
+        q=_linear(attention.q_proj),
+        k=_linear(attention.k_proj),
+        v=_linear(attention.v_proj),
+        o=_linear(attention.o_proj),
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
         mlp_norm=layer.post_attention_layernorm.weight,
-        gate=mlp.gate_proj,
-        up=mlp.up_proj,
-        down=mlp.down_proj,
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
     )
+
+
+def _linear(module: nn.Linear) -> Linear:
+    return module._parameters["weight"], module._parameters["bias"]  # type: ignore[return-value]
 
 
 @torch.no_grad()

@@ -143,8 +143,6 @@ def _keep_to_ourselves(directory: Path) -> None:
         file.write(_TOKEN)
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ.update(switches, RAY_AUTH_TOKEN_PATH=str(path))
-    # Ray's helpers of a killed run would wait a minute for a control store that is gone.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
 
 
 def _remove_leftovers() -> None:

@@ -14,12 +14,14 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import simpy
+from typing import TYPE_CHECKING
 
 from estr.plan.sections import ClusterSection, EngineSection
 from estr.plan.workload import Profile
 from estr.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    import simpy
 
 _TINY = 1e-9
 

@@ -106,7 +106,9 @@ def test_hyperparameters_of_a_recipe_that_is_not_trained_are_told(tmp_path):
 def test_staleness_that_lockstep_cannot_hold_is_told():
     sets = ["schedule.mode=lockstep", "learner.minibatches=4", "objective.recipe=estr"]
     (warning,) = validate_config(load_config(None, sets).config)
-    assert warning.startswith("schedule.inter = 0 cannot be held: the last of 4 minibatches is trained 3 steps after the newest")
+    assert warning.startswith(
+        "schedule.inter = 0 cannot be held: the last of 4 minibatches is trained 3 steps after the newest"
+    )
     assert "use inter = 3 or more" in warning
     assert validate_config(load_config(None, [*sets, "schedule.inter=3"]).config) == []
 

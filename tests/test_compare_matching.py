@@ -71,6 +71,7 @@ def test_the_band_of_icepop_keeps_its_shape() -> None:
     assert half == pytest.approx({"low": math.sqrt(0.5), "high": math.sqrt(5.0)})
 
 
+@pytest.mark.timeout(600)  # three real runs
 def test_a_real_study_matches_what_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("study.toml").write_text(MICRO)

@@ -166,10 +166,10 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_idle_engine_gives_signs_of_life(made: Any) -> None:
-    bench = made(timeout=1.0)
+    bench = made(timeout=1.5)
     bench.submit(2)
     bench.settled(1)
-    time.sleep(2.0)
+    time.sleep(3.0)
     bench.submit(3)
     bench.settled(2)
     assert bench.deaths == []

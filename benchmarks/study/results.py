@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 STORED = ROOT / "benchmarks" / "results" / "study.json"
 PAGE = ROOT / "docs" / "results.md"
 PICTURES = ROOT / "docs" / "results"
-STUDIES = ("default", "matched", "aggressive", "variants", "inter", "intra", "sensitivity", "stress")
+STUDIES = ("default", "default-matched", "aggressive", "variants", "inter", "intra", "sensitivity", "stress")
 SWEEPS = {
     "inter": ("Graceful degradation over Δ_inter", "Final reward and dropped share over the staleness between steps."),
     "intra": ("Graceful degradation over Δ_intra", "Final reward and dropped share over versions within a trajectory."),
@@ -60,7 +60,7 @@ def sections(data: Row) -> list[Section]:
     ]
     if "default" in data:
         found += [
-            claims.dropped(data["default"], data.get("matched")),
+            claims.dropped(data["default"], data.get("default-matched")),
             claims.reward("mild staleness", data["default"], default),
         ]
     else:

@@ -4,8 +4,9 @@
 
 A run of `calculator` as in the quickstart, without evaluations, with `WARM` steps that are not counted and then --steps
 that are, one checkpoint among them. Functions of the storage room are timed where the loop calls them, on the clock and
-in processor time, each without what it calls of another kind. Beside it stands the processor time of the thread that
-writes rollouts, which the loop does not wait for.
+in processor time, each without what it calls of another kind; in a row of its own what fell into the loop's waiting
+for trajectories, where it holds up nothing but the newest of them. Beside it stands the processor time of the thread
+that writes rollouts, which the loop does not wait for.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from estr.cli.main import main as estr
+from estr.runtime.accounting import Accounting
 from estr.runtime.journal import RunJournal
 from estr.runtime.saving import CheckpointStore
 from estr.storage import rollout_files
@@ -32,6 +34,7 @@ from estr.storage.rollout_files import RolloutWriter
 
 WARM = 5
 AIM = 0.02
+WAITING = ", while it waits"
 TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("ledger", Ledger, ("issue", "finish", "keep_turn", "settle", "drop", "drop_group", "load", "position", "commit")),
     ("rollouts", RunJournal, ("_rows",)),
@@ -49,6 +52,7 @@ class Clock:
         self.processor: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
         self.background = 0.0
+        self.waiting = False
         self._inner: list[list[float]] = []
         self._thread = threading.get_ident()
 
@@ -57,6 +61,7 @@ class Clock:
         if threading.get_ident() != self._thread:
             yield
             return
+        kind += WAITING * self.waiting
         self._inner.append([0.0, 0.0])
         begun = time.perf_counter(), time.thread_time()
         try:
@@ -93,12 +98,26 @@ class Clock:
                 stack.push(lambda *error: self._leave(batch, *error))
                 yield
 
-        Ledger.batch = timed  # type: ignore[method-assign]
+        Ledger.batch = timed  # type: ignore[method-assign, assignment]
 
     def _leave(self, batch: Any, *error: Any) -> bool | None:
         with self.during("ledger"):
             left: bool | None = batch.__exit__(*error)
         return left
+
+    def wrap_waiting(self) -> None:
+        real = Accounting.learner
+
+        @contextlib.contextmanager
+        def noted(accounting: Accounting, kind: str, version: int) -> Iterator[None]:
+            with real(accounting, kind, version):
+                self.waiting = kind == "wait"
+                try:
+                    yield
+                finally:
+                    self.waiting = False
+
+        Accounting.learner = noted  # type: ignore[method-assign, assignment]
 
     def wrap_background(self) -> None:
         real = RolloutWriter._store
@@ -110,7 +129,7 @@ class Clock:
             finally:
                 self.background += time.thread_time() - begun
 
-        rollout_files.RolloutWriter._store = timed  # type: ignore[method-assign]
+        rollout_files.RolloutWriter._store = timed  # type: ignore[method-assign, assignment]
 
 
 class Window:
@@ -127,7 +146,7 @@ class Window:
             if step in (self._first, self._last):
                 (self.begin if step == self._first else self.end).update(self._shown())
 
-        MetricsWriter.write = write  # type: ignore[method-assign]
+        MetricsWriter.write = write  # type: ignore[method-assign, assignment]
 
     def _shown(self) -> dict[str, Any]:
         clock = self._clock
@@ -149,6 +168,7 @@ def measure(config: Path, steps: int) -> Window:
         for name in names:
             clock.wrap(kind, holder, name)
     clock.wrap_batches()
+    clock.wrap_waiting()
     clock.wrap_background()
     window = Window(clock, steps)
     with tempfile.TemporaryDirectory(prefix="estr-durability-", dir=".") as directory:
@@ -162,15 +182,15 @@ def measure(config: Path, steps: int) -> Window:
 def report(window: Window, steps: int) -> float:
     """Print one run; the share of its time that the loop spent on storage."""
     total = 0.0
-    print(f"{'':22}{'ms a step':>10}{'processor':>11}{'share':>8}{'calls a step':>14}")
-    for kind in dict.fromkeys(kind for kind, *_ in TIMED):
+    print(f"{'':38}{'ms a step':>10}{'processor':>11}{'share':>8}{'calls a step':>14}")
+    for kind in sorted(window.end["wall"]):
         wall, processor, calls = (window.difference(name, kind) for name in ("wall", "processor", "calls"))
         total += wall
-        line = f"{kind:22}{1e3 * wall / steps:>10.2f}{1e3 * processor / steps:>11.2f}{wall / window.seconds:>8.2%}"
+        line = f"{kind:38}{1e3 * wall / steps:>10.2f}{1e3 * processor / steps:>11.2f}{wall / window.seconds:>8.2%}"
         print(f"{line}{calls / steps:>14.1f}")
     background = window.end["background"] - window.begin["background"]
-    print(f"{'a whole step':22}{1e3 * window.seconds / steps:>10.2f}")
-    print(f"{'written in background':22}{'':>10}{1e3 * background / steps:>11.2f}{background / window.seconds:>8.2%}")
+    print(f"{'a whole step':38}{1e3 * window.seconds / steps:>10.2f}")
+    print(f"{'written in background':38}{'':>10}{1e3 * background / steps:>11.2f}{background / window.seconds:>8.2%}")
     return total / window.seconds
 
 

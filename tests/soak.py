@@ -311,8 +311,8 @@ def report(found: Soak) -> bool:
     print(f"throughput while killed: {ratio:.2f} of undisturbed ({spread}); aim {AIM}: {'yes' if enough else 'NO'}")
     slopes = {kind: slope(samples) for kind, samples in sorted(found.memory.items()) if len(samples) >= 4 * BLOCKS}
     print(f"memory (PSS), {found.seconds * 0.75 / 60:.1f} min after the first quarter:")
-    for kind, one in slopes.items():
-        print(f"  {kind:18}{one}")
+    for whose, one in slopes.items():
+        print(f"  {whose:18}{one}")
     print("ledger and rollouts: every issued trajectory was trained exactly once or dropped with a reason")
     return enough and all(one.flat for one in slopes.values())
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 STORED = ROOT / "benchmarks" / "results" / "study.json"
 PAGE = ROOT / "docs" / "results.md"
 PICTURES = ROOT / "docs" / "results"
-STUDIES = ("default", "default-matched", "aggressive", "variants", "inter", "intra", "sensitivity", "stress")
+STUDIES = ("default", "default-matched", "aggressive", "aggressive-matched", "inter", "intra", "sensitivity", "stress")
 SWEEPS = {
     "inter": ("Graceful degradation over Δ_inter", "Final reward and dropped share over the staleness between steps."),
     "intra": ("Graceful degradation over Δ_intra", "Final reward and dropped share over versions within a trajectory."),
@@ -65,11 +65,11 @@ def sections(data: Row) -> list[Section]:
         ]
     else:
         found.append(_missing("Dropped tokens, and final reward under mild staleness", "default"))
-    for name, title in (("aggressive", "aggressive staleness"), ("variants", "our variants, aggressive staleness")):
-        command = f"estr compare benchmarks/study/{name}.toml --output runs/study/{name}"
-        found.append(
-            claims.reward(title, data[name], command) if name in data else _missing(f"Final reward, {title}", name)
-        )
+    if "aggressive" in data:
+        command = "estr compare benchmarks/study/aggressive.toml --output runs/study/aggressive"
+        found.append(claims.reward("aggressive staleness", data["aggressive"], command))
+    else:
+        found.append(_missing("Final reward, aggressive staleness", "aggressive"))
     for name, (title, question) in SWEEPS.items():
         command = f"estr compare benchmarks/study/{name}.toml --output runs/study/{name}"
         if name in data:
@@ -105,7 +105,6 @@ def pictures(data: Row) -> dict[str, Figure]:
     for name, title in (
         ("default", "mild staleness"),
         ("aggressive", "aggressive staleness"),
-        ("variants", "our variants, aggressive staleness"),
     ):
         if name in data:
             drawn[f"reward-{title}"] = plots.curves(data[name])

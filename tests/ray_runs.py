@@ -254,6 +254,7 @@ class Nodes:
         token.write_text("5" * 64)
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+        os.environ |= {"RAY_max_direct_call_object_size": "100"}  # bytes; all else goes through the object store
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False}

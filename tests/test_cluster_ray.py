@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import importlib.util
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import pytest
 import torch
 
 import ray_runs
-from estr.config import Config
+from estr.config import Config, RuntimeConfig
+from estr.config.load import load_config
 from estr.config.validate import validate_config
 from estr.errors import MissingExtraError, UsageError
 from estr.runtime.cluster.connection import connect
@@ -97,6 +99,17 @@ def test_a_cluster_that_is_not_there_is_a_sentence() -> None:
             connect(address, cpus=1, gpus=0, resources={}, store=0)
 
 
+def test_the_configurations_of_the_page_are_valid(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "cluster.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    for block in blocks:
+        (tmp_path / "page.toml").write_text(block)
+        config, notices = load_config(tmp_path / "page.toml")
+        assert notices == []
+        assert validate_config(config.model_copy(update={"runtime": RuntimeConfig()})) == []
+    assert sum('kind = "ray"' in block for block in blocks) >= 3
+
+
 # ---------------------------------------------------------------------- with it
 
 
@@ -134,7 +147,7 @@ def test_a_driver_that_is_killed_takes_its_engines_with_it_and_resume_goes_on(
     do: Do, cluster: ray_runs.Started, tmp_path: Path
 ) -> None:
     runtime = ray_runs.PATIENT | {"address": cluster.address}
-    changes = ray_runs.DRILL | {"runtime": runtime, "run": {"steps": 400, "checkpoint_every": 2}}
+    changes = ray_runs.DRILL | {"runtime": runtime, "run": {"steps": 60, "checkpoint_every": 2}}
     config, run = write_config(tmp_path / "config.toml", **changes), tmp_path / "run"
     python_path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with started(tmp_path, "train", config, "--output", run, **cluster.environment, PYTHONPATH=python_path) as command:
@@ -144,8 +157,7 @@ def test_a_driver_that_is_killed_takes_its_engines_with_it_and_resume_goes_on(
         command.process.kill()
         command.process.wait()
     wait_for(lambda: not any(alive(pid) for pid in engines), "the end of the engines", 60)
-    text = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(text.replace("steps = 400", f"steps = {len(read_metrics(run)) + 4}"))
+    assert len(read_metrics(run)) < 60, "it was killed in the middle"
     do(ray_runs.resume, run)
     Proof(run).check()
 
@@ -203,6 +215,20 @@ def test_ten_engines_killed_at_random_and_nothing_lost(do: Do, cluster: ray_runs
     assert len(set(told.killed)) == 10
     assert sum("died" in notice or "no sign of life" in notice for notice in told.notices) >= 9
     assert collections.Counter(state for _, state, _, _ in proof.history)["trained"] >= 10 * 2
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_episode_that_kills_its_engines_is_given_up(do: Do, cluster: ray_runs.Started, tmp_path: Path) -> None:
+    task = {"name": "poison_tasks:Poison", "how": "die", "only": 1}
+    changes = ray_runs.DRILL | {"task": task, "run": {"steps": 4, "checkpoint_every": 2}}
+    told = do(ray_runs.run, ray_runs.Ran, tmp_path / "run", changes)
+    proof = Proof(tmp_path / "run")
+    proof.check()
+    reasons = {name[:8]: reason for name, state, _, reason in proof.history if state == "dropped"}
+    assert "its environment was at work in 2 engine processes that died" in reasons["00000001"]
+    assert 2 <= sum("died" in notice and "replaced" in notice for notice in told.notices) <= 4
 
 
 @needs_ray

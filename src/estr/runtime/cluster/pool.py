@@ -101,7 +101,7 @@ class RayPool(Supervision[EngineHandle]):
     def _start_event(self) -> None:
         with contextlib.suppress(queue.Empty):
             worker, event = self._inbox.get(timeout=0.05)
-            if isinstance(event, Died):
+            if isinstance(event, Died) and worker in self._workers:
                 self._start_again(worker, event)
 
     def _start_again(self, worker: EngineHandle, death: Died) -> None:

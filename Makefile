@@ -9,7 +9,7 @@ ORACLES := .venv-oracles
 STAMP := $(shell date +%Y%m%d-%H%M%S)
 export OMP_NUM_THREADS ?= 1
 
-STUDIES := default aggressive inter intra sensitivity stress
+STUDIES := law default aggressive inter intra sensitivity stress
 
 .PHONY: study demo demo-seeds test test-all test-oracles lint install torture faults soak fuzz bench bench-gpu bench-peers
 
@@ -100,13 +100,10 @@ fuzz: $(INSTALLED)
 # Every stored result of the study, hours on two cores. What is in runs/study already is not run again; runs that fail
 # are left out and told.
 study: $(INSTALLED)
-	mkdir -p docs/study
 	for name in $(STUDIES); do \
 		$(BIN)/estr compare benchmarks/study/$$name.toml --output runs/study/$$name || [ $$? = 1 ] || exit 1; \
-		cp runs/study/$$name/compare.json docs/study/$$name.json; cp runs/study/$$name/compare.html docs/study/$$name.html; \
 	done
-	for name in default aggressive; do \
-		$(BIN)/estr compare benchmarks/study/$$name.toml --match masked_fraction --output runs/study/$$name-matched || [ $$? = 1 ] || exit 1; \
-		cp runs/study/$$name-matched/compare.json docs/study/$$name-matched.json; \
-		cp runs/study/$$name-matched/compare.html docs/study/$$name-matched.html; \
-	done
+	$(BIN)/estr compare benchmarks/study/default.toml --match masked_fraction --recipes estr,icepop,kpop \
+		--output runs/study/default-matched || [ $$? = 1 ]
+	$(BIN)/python -m benchmarks.study.wallclock
+	$(BIN)/python -m benchmarks.study.results --collect runs/study

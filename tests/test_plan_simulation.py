@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Generator
 from typing import Any
 
 import pytest
+import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estr.errors import RunError
 from estr.plan.cluster import Cluster, drawn_workload, simulate
+from estr.plan.engine import Engine, Job
 from estr.plan.outcome import Outcome
 from estr.plan.sections import Distribution, PlanConfig
 from estr.plan.sweep import sync_baseline
+from estr.plan.workload import Profile
 
 
 def fixed(value: float) -> Distribution:
@@ -108,9 +113,37 @@ def test_generation_of_one_trajectory_cannot_be_hurried() -> None:
     assert strict.seconds_per_step == pytest.approx(sync.seconds_per_step) == pytest.approx(1.3)
 
 
-def test_a_tool_is_a_queue_without_waiting_and_a_slot_one_with_it() -> None:
-    """Work that arrives in batches of k at a server of deterministic service waits (k - 1) / 2 services on average:
-    with k trajectories on one slot, the batch is there after k services, whatever the tools do meanwhile."""
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_one_slot_under_random_arrivals_is_the_queue_m_d_1(load: float) -> None:
+    """Pollaczek and Khinchine: jobs that arrive at rate λ at one slot of service time s, ρ = λs, wait ρs / (2(1 − ρ))
+    on average. An idle engine begins at once, so nothing is rounded to its steps."""
+    environment, service, waits = simpy.Environment(), 9 * 0.1, list[float]()
+    arrived: dict[int, float] = {}
+
+    def ended(engine: Engine, job: Job) -> None:
+        waits.append(environment.now - arrived[job.group] - service)
+        engine.release(job)
+
+    section = plan().cluster
+    engine = Engine(environment, 0, section, plan().engine, 0.0, ended, lambda engine: None)
+    engine.take(0)
+
+    def arrivals() -> Generator[simpy.Event, None, None]:
+        dice = random.Random(0)
+        for number in range(20_000):
+            yield environment.timeout(dice.expovariate(load / service))
+            arrived[number] = environment.now
+            engine.submit(Job(number, 0, 0, Profile(1, (10,), ()), ()))
+
+    environment.process(arrivals())
+    environment.run()
+    assert len(waits) == 20_000
+    assert min(waits) > -1e-6
+    assert sum(waits) / len(waits) == pytest.approx(load * service / (2 * (1 - load)), rel=0.08)
+    assert engine.totals.busy == pytest.approx(20_000 * service)
+
+
+def test_a_batch_on_one_slot_takes_the_sum_of_its_services() -> None:
     for k in (1, 3, 6):
         outcome = simulate(plan(workload={"prompts_per_step": k}))
         assert outcome.seconds_per_step == pytest.approx(k * 0.9)

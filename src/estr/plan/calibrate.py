@@ -77,8 +77,7 @@ def calibrate(directory: Path) -> Calibration:
     plan = _sections(config, spans)
     _fit_engine(plan, directory, spans)
     _fit_learner(plan, spans, tokens)
-    artificial = config.task.options().get("latency", "none") != "none"
-    waits = [] if artificial else [wait for span in spans for wait in span.get("tool_seconds", [])]
+    waits = [] if _artificial(config) else [wait for span in spans for wait in span.get("tool_seconds", [])]
     return Calibration(plan, groups, waits, measure(metrics, plan.staleness_bound))
 
 
@@ -157,11 +156,18 @@ def _sections(config: Config, spans: Sequence[Record]) -> PlanConfig:
     plan.workload.group_size, plan.workload.attempts = config.rollout.group_size, config.schedule.attempts
     plan.schedule.mode = "sync" if config.schedule.mode == "sync" else "async"
     plan.schedule.max_staleness = config.schedule.max_staleness
-    options = config.task.options()
-    for key in LATENCY_OPTIONS:
-        if key in options:
-            setattr(plan.tools, key, options[key])
+    if _artificial(config):
+        options = config.task.options()
+        for key, option in LATENCY_OPTIONS.items():
+            value = options.get(key, option.default)
+            if value:  # what this kind of latency does not use may be 0
+                setattr(plan.tools, key, value)
     return plan
+
+
+def _artificial(config: Config) -> bool:
+    """Whether the task's tools wait as a distribution says."""
+    return config.task.options().get("latency") in ("fixed", "lognormal")
 
 
 def _fit_engine(plan: PlanConfig, directory: Path, spans: Sequence[Record]) -> None:

@@ -44,7 +44,6 @@ max_staleness = 4
 [learner]
 learning_rate = 1e-5
 prompts_per_step = 8
-tokens_per_microbatch = 8192
 """
 
 

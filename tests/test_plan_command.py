@@ -181,10 +181,10 @@ def test_least_squares_find_costs_and_never_go_below_zero() -> None:
     assert (work @ found).sum() == pytest.approx(seconds.sum())
 
 
-def written_run(path: Path, steps: int = 12) -> Path:
+def written_run(path: Path, steps: int = 12, mode: str = "async", engines: int = 1) -> Path:
     """A run directory as the runtime would leave it, with speeds that are known exactly."""
     config: Config = small(
-        schedule={"mode": "async", "max_staleness": 2}, run={"steps": steps}, rollout={"slots": 3, "parked": 3}
+        schedule={"mode": mode, "max_staleness": 2}, run={"steps": steps}, rollout={"slots": 3, "parked": 3}
     )
     directory = RunDirectory.create(path, config)
     with MetricsWriter(path / "metrics.jsonl") as metrics, TimelineWriter(directory.timeline_path) as timeline:
@@ -203,7 +203,8 @@ def written_run(path: Path, steps: int = 12) -> Path:
                 "prefilled_tokens": read,
                 "tool_seconds": [0.25],
             }
-            timeline.write("engine-0", "generate", start, start + seconds, step, work)
+            for engine in range(engines):
+                timeline.write(f"engine-{engine}", "generate", start, start + seconds, step, work)
             metrics.write(step, line(step))
             rollouts.write(step, [row for group in range(2) for row in rows(config, 2 * step + group, step)])
         rollouts.close()
@@ -263,6 +264,14 @@ def test_a_run_gives_its_own_parameters(run: Path) -> None:
     slower = change_plan(plan, ["tools.latency=fixed", "tools.latency_seconds=3"])
     assert found.workload(plan).waits(0, 0, 0, 2) == [0.25, 0.25]
     assert found.workload(slower).waits(0, 0, 0, 2) == [3.0, 3.0]
+
+
+def test_a_synchronous_run_takes_turns_on_its_machines(tmp_path: Path) -> None:
+    plan = calibrate(written_run(tmp_path / "run", mode="sync", engines=2)).plan
+    assert (plan.cluster.engines, plan.cluster.learner_ranks, plan.gpus, plan.staleness_bound) == (2, 2, 2, 0)
+    tokens = 4 * 9
+    learner = plan.learner
+    assert learner.seconds_per_step + tokens * learner.seconds_per_token / 2 == pytest.approx(0.5)
 
 
 def test_a_run_without_decode_steps_is_refused(tmp_path: Path) -> None:

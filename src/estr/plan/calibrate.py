@@ -155,7 +155,9 @@ def _sections(config: Config, spans: Sequence[Record]) -> PlanConfig:
         setattr(plan.workload, key, getattr(config.learner, key))
     plan.workload.group_size, plan.workload.attempts = config.rollout.group_size, config.schedule.attempts
     plan.schedule.mode = "sync" if config.schedule.mode == "sync" else "async"
-    plan.schedule.max_staleness = config.schedule.max_staleness
+    plan.schedule.max_staleness = max(config.schedule.max_staleness, plan.steps_per_batch - 1)
+    if plan.schedule.mode == "sync":
+        plan.cluster.learner_ranks = plan.cluster.engines  # the same cores or GPUs, which take turns
     if _artificial(config):
         options = config.task.options()
         for key, option in LATENCY_OPTIONS.items():
@@ -197,7 +199,8 @@ def _fit_learner(plan: PlanConfig, spans: Sequence[Record], tokens: dict[int, in
     if plan.workload.epochs > 1 or not count.all():
         count = np.full(len(trained), sum(tokens.values()) / max(len(tokens), 1))
     fixed, each = non_negative_least_squares(np.stack([np.ones(len(count)), count], 1), seconds)
-    plan.learner.seconds_per_step, plan.learner.seconds_per_token = fixed, each
+    plan.learner.seconds_per_step = fixed
+    plan.learner.seconds_per_token = each * plan.cluster.learner_ranks
     published = [s["end"] - s["start"] for s in learner if s["kind"] == "publish"]
     plan.weights.publish_seconds = float(np.mean(published)) if published else 0.0
     plan.learner.overhead_seconds = _overhead(learner, len(trained))

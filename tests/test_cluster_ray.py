@@ -33,6 +33,7 @@ from test_loop_lockstep import STALE
 from torture.proof import Proof
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+pytestmark = pytest.mark.timeout(900)  # Ray and its actors take long to start on a busy machine
 Do = Callable[..., Any]
 
 
@@ -143,6 +144,7 @@ def test_lockstep_gives_the_bits_of_the_local_runtime_even_where_an_engine_dies(
 
 
 @needs_ray
+@pytest.mark.slow
 def test_a_driver_that_is_killed_takes_its_engines_with_it_and_resume_goes_on(
     do: Do, cluster: ray_runs.Started, tmp_path: Path
 ) -> None:
@@ -206,7 +208,6 @@ def _knock(cluster: ray_runs.Started, **environment: str) -> str:
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_ten_engines_killed_at_random_and_nothing_lost(do: Do, cluster: ray_runs.Started, tmp_path: Path) -> None:
     changes = ray_runs.DRILL | {"runtime": ray_runs.PATIENT | {"engine_timeout": 8.0}}
     told = do(ray_runs.run, ray_runs.TenKills, tmp_path / "run", changes, 0)
@@ -219,7 +220,6 @@ def test_ten_engines_killed_at_random_and_nothing_lost(do: Do, cluster: ray_runs
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_an_episode_that_kills_its_engines_is_given_up(do: Do, cluster: ray_runs.Started, tmp_path: Path) -> None:
     task = {"name": "poison_tasks:Poison", "how": "die", "only": 1}
     changes = ray_runs.DRILL | {"task": task, "run": {"steps": 4, "checkpoint_every": 2}}
@@ -233,7 +233,6 @@ def test_an_episode_that_kills_its_engines_is_given_up(do: Do, cluster: ray_runs
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_engines_follow_the_nodes_of_a_cluster(tmp_path: Path) -> None:
     with ray_runs.process() as executor:
         told = executor.submit(ray_runs.run, ray_runs.Elastic, tmp_path / "run", ray_runs.DRILL).result(timeout=800)

@@ -71,8 +71,8 @@ def contestants(
     }
     if Peer.installed(ENVIRONMENT):
         path = str(_model(folder))
-        for name, threads in (("one core: TRL", 1), ("all cores: TRL", os.cpu_count() or 1)):
-            peer = stack.enter_context(Peer(ENVIRONMENT, "benchmarks.peers.trl_peer", threads))
+        for name, threads, cores in (("one core: TRL", 1, one), ("all cores: TRL", os.cpu_count() or 1, None)):
+            peer = stack.enter_context(Peer(ENVIRONMENT, "benchmarks.peers.trl_peer", threads, cores))
             found[name] = lambda peer=peer, threads=threads: _trl(peer, path, arguments.steps, threads, lengths)
     else:
         result.notes.append("TRL did not take part: not installed (make bench-peers)")

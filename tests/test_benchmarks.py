@@ -41,7 +41,12 @@ def test_the_short_form_of_a_benchmark_runs(name: str, ratio: str | None, tmp_pa
     result = json.loads(path.read_text())
     assert set(result) == KEYS
     assert result["machine"]["gemm_float32_gflops"] > 0
-    assert all(value > 0 for m in result["measurements"] for value in m["values"] if not {"idle", "memory"} & set(m["name"].replace(",", "").split()))
+    assert all(
+        value > 0
+        for m in result["measurements"]
+        for value in m["values"]
+        if not {"idle", "memory"} & set(m["name"].replace(",", "").split())
+    )
     if ratio is not None:
         assert ratio in {r["name"] for r in result["ratios"]}
         assert ratio in done.stdout

@@ -17,7 +17,9 @@ MARK = "answer: "
 class Peer:
     """A running peer; ``ask`` sends a request and waits for its answer."""
 
-    def __init__(self, environment: str, module: str, threads: int, **variables: str) -> None:
+    def __init__(
+        self, environment: str, module: str, threads: int, cores: set[int] | None = None, **variables: str
+    ) -> None:
         python = ROOT / environment / "bin" / "python"
         settings = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
@@ -29,6 +31,8 @@ class Peer:
             stderr=subprocess.DEVNULL if not os.environ.get("PEER_DEBUG") else None,
             text=True,
         )
+        if cores is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self._process.pid, cores)
 
     @staticmethod
     def installed(environment: str) -> bool:

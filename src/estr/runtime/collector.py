@@ -92,14 +92,14 @@ class Collector:
     def fill(self, version: int) -> None:
         """Admit what the schedule allows at ``version`` and issue it; what a resumed run left behind goes first."""
         self._version = version
-        for tickets in self._schedule.release(version):
-            self._issue(tickets)
+        groups = self._schedule.release(version)
         for _ in range(self._schedule.admissible(version)):
             if self._backlog:
                 number, attempts = self._backlog.pop(0)
-                self._issue(self._schedule.readmit(number, version, attempts))
+                groups.append(self._schedule.readmit(number, version, attempts))
             else:
-                self._issue(self._schedule.admit(version))
+                groups.append(self._schedule.admit(version))
+        self._issue(groups)
 
     def take_up(self, backlog: Backlog, version: int) -> None:
         """Go on with what an earlier process of this run had issued."""
@@ -110,21 +110,25 @@ class Collector:
             first = min(int(t.action_versions[0]) if t.action_count else version for t in rows)
             self._schedule.take_up(number, first, backlog.attempts[number], finished)
             self._places[number] = len(self._places)
-        for tickets in self._schedule.release(version):
-            self._issue(tickets)
+        self._issue(self._schedule.release(version))
         self._backlog = [(number, backlog.attempts[number]) for number in backlog.unstarted]
 
-    def _issue(self, tickets: Sequence[Ticket]) -> None:
-        """Issue trajectories of one admitted group."""
-        if not tickets:
+    def _issue(self, groups: Sequence[Sequence[Ticket]]) -> None:
+        """Issue trajectories of admitted groups: durable together, and only then given to the pool."""
+        groups = [tickets for tickets in groups if tickets]
+        if not groups:
             return
-        number = tickets[0].group
+        for tickets in groups:
+            self._place(tickets[0].group)
+        with self._journal.batch():
+            jobs = [self._job(ticket) for tickets in groups for ticket in tickets]
+        self._pool.submit(jobs)
+
+    def _place(self, number: int) -> None:
+        """Give a group its problem and its place in the rollout batch."""
         self._problems[number] = training_problem(self._task, number)
         if number not in self._places:
             self._places[number] = self._free_places.pop(0) if self._free_places else len(self._places)
-        with self._journal.batch():
-            jobs = [self._job(ticket) for ticket in tickets]
-        self._pool.submit(jobs)
 
     def _job(self, ticket: Ticket) -> Job:
         problem = self._problems[ticket.group]

@@ -56,6 +56,7 @@ class EngineHandle:
         self.jobs: dict[str, Job] = {}
         self._here, self._inbox, self._given_up = node, inbox, ""
         self._hello: Hello | None = None
+        self._calls: set[str] | None = None  # what they were when it was retired
         self._actor: Any = None
         self._closed = threading.Event()
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -149,8 +150,8 @@ class EngineHandle:
 
     def calls(self) -> set[str]:
         """Keys of the jobs whose environments were at work when its process ended; none where its node is lost."""
-        if self._hello is None:
-            return set()
+        if self._hello is None or self._calls is not None:
+            return self._calls or set()
         return on_node(self._hello.node, self._here, read_calls, Path(self.spec.calls_path)) or set()
 
     def give_up(self, reason: str) -> None:
@@ -181,6 +182,7 @@ class EngineHandle:
                 thread.join(STOP_TIMEOUT)
         self._reservation.free()
         if self._hello is not None:
+            self._calls = self.calls()
             on_node(self._hello.node, self._here, _forget, self.spec.calls_path)
 
 

@@ -17,7 +17,7 @@ from estr.config.sections import RuntimeConfig
 from estr.errors import RunError, UsageError
 
 _LEARNER_WAIT = 5.0  # seconds
-_ON_NODE_WAIT = 5.0
+_ON_NODE_WAIT = 20.0
 
 
 def engine_needs(runtime: RuntimeConfig, threads: int) -> dict[str, float]:

@@ -87,7 +87,7 @@ def test_a_ledger_of_another_version_is_named_as_that(run: Path, capsys: Any) ->
         connection.execute("UPDATE meta SET value = '1' WHERE key = 'format'")
     outcome = estr(capsys, "resume", run)
     assert outcome.status == 1
-    assert "was written by another version of estr (its format is 1, this one reads 2)" in outcome.complaint
+    assert "was written by another version of estr (its format is 1, this one reads 3)" in outcome.complaint
 
 
 @pytest.mark.parametrize(("name", "key"), [("metrics", "step"), ("timeline", "version"), ("evaluations", "step")])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from estr.errors import RunError
 from estr.storage.ledger import Ledger
+from estr.storage.ledger_schema import key_of
 from estr.storage.spool import decode_trajectory, encode_trajectory
 from estr.trajectory import Segment, Trajectory, derive_seed
 
@@ -142,7 +143,7 @@ def test_in_flight_tells_all_that_is_needed_to_issue_again(ledger):
 
 def test_a_failed_attempt_is_dropped_before_the_next(ledger):
     issue_group(ledger, 0)
-    with pytest.raises(RunError, match="UNIQUE"):
+    with pytest.raises(RunError, match="another attempt at it is not dropped"):
         issue(ledger, 0, 0, attempt=1)
     with ledger.batch():
         ledger.drop("00000000-000", "the tool hung", 1, made(0, 0))
@@ -206,8 +207,10 @@ def test_the_database_itself_refuses_what_the_program_must_not_do(ledger):
         "UPDATE trajectories SET state = 'finished' WHERE id = '00000001-001'",
         "UPDATE trajectories SET state = 'gone'",
         "DELETE FROM trajectories WHERE state = 'issued'",
-        "DELETE FROM spool WHERE id = '00000001-000'",
-        "DELETE FROM spool WHERE id = '00000000-000'",
+        "UPDATE trajectories SET seed = 1 WHERE id = '00000001-001'",
+        "INSERT INTO trajectories (key, id, number, sibling, attempt, seed) VALUES (4294967297, '', 1, 0, 1, 1)",
+        f"DELETE FROM spool WHERE key = {key_of(1, 0, 0)}",
+        f"DELETE FROM spool WHERE key = {key_of(0, 0, 0)}",
     ):
         with pytest.raises(sqlite3.IntegrityError):
             raw.execute(statement)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 _FLOAT = "$float"
+_NAMED_FLOAT = f'"{_FLOAT}"'
 
 
 def plain(value: Any) -> Any:
@@ -52,6 +54,15 @@ def dumps(value: Any, indent: int | None = None) -> str:
     return json.dumps(plain(value), sort_keys=True, allow_nan=False, indent=indent)
 
 
+def quick_dumps(value: Mapping[str, Any]) -> str:
+    """Strict JSON of ``plain(value)``, keys in the order they have; for what is written thousands of times a minute."""
+    try:
+        text = _ENCODER.encode(value)
+    except ValueError:  # a number that is not finite
+        return _ENCODER.encode(plain(value))
+    return text if _NAMED_FLOAT not in text else _ENCODER.encode(plain(value))
+
+
 def loads(text: str | bytes) -> Any:
     """What ``dumps`` wrote.
 
@@ -67,3 +78,6 @@ def loads(text: str | bytes) -> Any:
 def clean_text(text: str) -> str:
     """``text`` with lone surrogates replaced, so that it can be written as UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, default=plain)

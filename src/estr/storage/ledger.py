@@ -5,7 +5,8 @@ A trajectory's life: ``issue`` → (``keep_turn``)* → ``finish`` (its tokens a
 lets go of what no resume can need. A resume calls ``rewind_to(s)``: what had been trained after s counts as finished
 again, what was in flight is to be issued again under the same number and seed, what was dropped stays dropped.
 
-Every call is one transaction (SQLite, WAL, synchronous = FULL); ``batch()`` makes one of several.
+Every call is one transaction (SQLite, WAL, synchronous = FULL); ``batch()`` makes one of several. What happens to every
+trajectory is one statement, which the database does whole or not at all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from estr.errors import RunError
 from estr.storage import encoding
 from estr.storage.encoding import clean_text
 from estr.storage.files import disk_errors
-from estr.storage.ledger_schema import FORMAT, PRAGMAS, SCHEMA
+from estr.storage.ledger_schema import FORMAT, PRAGMAS, SCHEMA, SPAN, key_of, key_of_id
 from estr.storage.spool import decode_trajectory, encode_trajectory
 from estr.trajectory import Trajectory, trajectory_id
 
@@ -84,6 +85,8 @@ class Ledger:
         self.path = Path(getattr(run, "ledger_path", run))
         self._lock = threading.RLock()
         self._depth = 0
+        self._begun = False  # whether the outermost batch has begun its transaction
+        self._group: tuple[int, int, str] | None = None  # the newest that is known to be there as this
         with disk_errors("open the ledger", self.path), self._errors():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
@@ -99,21 +102,23 @@ class Ledger:
     def batch(self) -> Iterator[None]:
         """One transaction for all calls inside; they are durable when the block ends, or undone if it raises."""
         with self._lock, self._errors():
-            nested, level = self._depth > 0, f"level_{self._depth}"
-            if nested and not self._connection.in_transaction:
-                raise RunError(f"the ledger {self.path} has undone this batch after an earlier failure")
-            self._run(f"SAVEPOINT {level}" if nested else "BEGIN IMMEDIATE")
+            level = f"level_{self._depth}" if self._depth else None
+            if level is not None:
+                self._run(f"SAVEPOINT {level}")
             self._depth += 1
             try:
                 yield
-                self._run(f"RELEASE {level}" if nested else "COMMIT")
+                if self._begun:
+                    self._run("COMMIT" if level is None else f"RELEASE {level}")
             except BaseException:
-                self._undo(level if nested else None)
+                self._undo(level)
                 raise
             finally:
                 self._depth -= 1
+                self._begun = self._begun and self._depth > 0
 
     def _undo(self, level: str | None) -> None:
+        self._group = None
         if not self._connection.in_transaction:
             return
         if level is None:
@@ -121,6 +126,14 @@ class Ledger:
         else:
             self._run(f"ROLLBACK TO {level}")
             self._run(f"RELEASE {level}")
+
+    def _begin(self) -> None:
+        """Begin the transaction of a batch, if it has not begun: one in which nothing happens costs nothing."""
+        if not self._begun:
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._begun = True
+        elif not self._connection.in_transaction:
+            raise RunError(f"the ledger {self.path} has undone this batch after an earlier failure")
 
     # ------------------------------------------------------------------ a trajectory's life
 
@@ -144,27 +157,33 @@ class Ledger:
         """
         name = trajectory_id(group, sibling, attempt)
         about = (group, group_size, clean_text(task_id), clean_text(prompt), clean_text(group_key), version)
-        with self.batch(), self._about(name):
-            self._run("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO NOTHING", *about)
-            self._check_group(*about[:3])
-            again = self._run(
-                "UPDATE trajectories SET issues = issues + 1 WHERE id = ? AND state = 'issued' AND seed = ?", name, seed
-            )
-            if not again.rowcount:
-                self._run(
-                    "INSERT INTO trajectories (id, number, sibling, attempt, seed) VALUES (?, ?, ?, ?, ?)",
-                    *(name, group, sibling, attempt, seed),
+        with self._lock:
+            if self._group == about[:3]:
+                self._issue(name, key_of(group, sibling, attempt), group, sibling, attempt, seed)
+                return name
+            with self.batch():
+                self._change(
+                    name, "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO NOTHING", *about
                 )
+                self._check_group(*about[:3])
+                self._issue(name, key_of(group, sibling, attempt), group, sibling, attempt, seed)
+            self._group = about[:3]
         return name
+
+    def _issue(self, name: str, key: int, group: int, sibling: int, attempt: int, seed: int) -> None:
+        again = "UPDATE trajectories SET issues = issues + 1 WHERE key = ? AND state = 'issued' AND seed = ?"
+        if not self._change(name, again, key, seed):
+            self._change(
+                name,
+                "INSERT INTO trajectories (key, id, number, sibling, attempt, seed) VALUES (?, ?, ?, ?, ?, ?)",
+                *(key, name, group, sibling, attempt, seed),
+            )
 
     def finish(self, trajectory: Trajectory) -> None:
         """Put a trajectory that was in flight into the spool; only after this may the learner see it."""
-        name = trajectory.trajectory_id
+        key = key_of(trajectory.group, trajectory.sibling, trajectory.attempt)
         payload = encode_trajectory(trajectory)
-        with self.batch(), self._about(name):
-            self._known(name)
-            self._run("INSERT OR REPLACE INTO spool VALUES (?, ?)", name, payload)
-            self._run("UPDATE trajectories SET state = 'finished' WHERE id = ?", name)
+        self._change(trajectory.trajectory_id, "INSERT INTO results VALUES (?, ?)", key, payload)
 
     def keep_turn(self, trajectory: Trajectory, context: Mapping[str, Any]) -> None:
         """Remember a trajectory in flight as it stood when a turn had ended, in the place of the turn before.
@@ -172,28 +191,24 @@ class Ledger:
         Args:
             context: what it takes beside its rows to go on, as JSON can hold it.
         """
-        name = trajectory.trajectory_id
-        payload, text = encode_trajectory(trajectory), encoding.dumps(dict(context))
-        with self.batch(), self._about(name):
-            self._known(name)
-            self._run("INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", name, payload, text)
+        key = key_of(trajectory.group, trajectory.sibling, trajectory.attempt)
+        payload, text = encode_trajectory(trajectory), encoding.quick_dumps(context)
+        self._change(trajectory.trajectory_id, "INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", key, payload, text)
 
     def turns(self) -> list[tuple[Trajectory, dict[str, Any]]]:
         """What is in flight and had ended a turn, with what ``keep_turn`` was given, by group and sibling."""
-        rows = self._query(
-            "SELECT payload, context FROM turns JOIN trajectories USING (id) ORDER BY number, sibling, attempt"
-        )
+        rows = self._query("SELECT payload, context FROM turns ORDER BY key")
         return [(self._decode(payload), self._context(text)) for payload, text in rows]
 
     def settle(self, trained: Iterable[str], step: int) -> None:
         """Record that these trajectories were trained in optimizer step ``step``; groups must be whole."""
         names = list(trained)
         with self.batch():
-            for name in names:
-                with self._about(name):
-                    self._known(name)
-                    self._run("UPDATE trajectories SET state = 'trained', step = ? WHERE id = ?", step, name)
-            self._check_whole(names)
+            keys = [self._key(name) for name in names]
+            for name, key in zip(names, keys, strict=True):
+                self._change_known(name, "UPDATE trajectories SET state = 'trained', step = ? WHERE key = ?", step, key)
+            self._run("UPDATE meta SET value = CAST(value AS INTEGER) + ? WHERE key = 'trained'", len(names))
+            self._check_whole({key // SPAN for key in keys})
 
     def drop(self, trajectory_id: str, reason: str, step: int, trajectory: Trajectory | None = None) -> None:
         """Record that a trajectory will not be trained.
@@ -202,21 +217,21 @@ class Ledger:
             step: the optimizer step under which its rollout row is stored (the learner's version + 1).
             trajectory: what there is of it, where it did not finish, so that its row can be written again.
         """
-        with self.batch(), self._about(trajectory_id):
-            self._known(trajectory_id)
-            if trajectory is not None:
-                payload = encode_trajectory(trajectory)
-                self._run("INSERT OR IGNORE INTO spool VALUES (?, ?)", trajectory_id, payload)
-            self._run(
-                "UPDATE trajectories SET state = 'dropped', step = ?, reason = ? WHERE id = ?",
-                *(step, clean_text(reason), trajectory_id),
+        key = self._key(trajectory_id)
+        with self.batch():
+            self._change_known(
+                trajectory_id,
+                "UPDATE trajectories SET state = 'dropped', step = ?, reason = ? WHERE key = ?",
+                *(step, clean_text(reason), key),
             )
+            if trajectory is not None:
+                self._run("INSERT OR IGNORE INTO spool VALUES (?, ?)", key, encode_trajectory(trajectory))
 
     def drop_group(self, group: int, reason: str, step: int) -> list[Trajectory]:
         """Drop every trajectory of a group that is in flight or finished; returns them for their rollout rows."""
         with self.batch():
             live = self._run(
-                "SELECT id FROM trajectories WHERE number = ? AND state IN ('issued', 'finished') ORDER BY sibling",
+                f"SELECT id FROM trajectories WHERE {_OF_GROUP} AND state IN ('issued', 'finished') ORDER BY key",
                 group,
             ).fetchall()
             for (name,) in live:
@@ -232,29 +247,30 @@ class Ledger:
 
     def in_flight(self) -> list[Issued]:
         """What is issued and neither finished nor dropped, by group and sibling."""
-        rows = self._query(f"{_ISSUED} WHERE state = 'issued' ORDER BY number, sibling, attempt")
+        rows = self._query(f"{_ISSUED} WHERE state = 'issued' ORDER BY key")
         return [Issued(*row) for row in rows]
 
     def finished(self) -> list[Trajectory]:
         """What is finished and not settled, by group and sibling."""
         rows = self._query(
-            "SELECT payload FROM spool JOIN trajectories USING (id) WHERE state = 'finished' ORDER BY number, sibling"
+            "SELECT payload FROM spool JOIN trajectories USING (key) WHERE state = 'finished' ORDER BY key"
         )
         return [self._decode(payload) for (payload,) in rows]
 
     def load(self, trajectory_id: str) -> Trajectory:
         """A trajectory from the spool; without tokens where none are (or no more) there."""
-        rows = self._query("SELECT payload FROM spool WHERE id = ?", trajectory_id)
+        key = self._key(trajectory_id)
+        rows = self._query("SELECT payload FROM spool WHERE key = ?", key)
         if rows:
             return self._decode(rows[0][0])
-        issued = self._query(f"{_ISSUED} WHERE id = ?", trajectory_id)
+        issued = self._query(f"{_ISSUED} WHERE key = ?", key)
         if not issued:
             raise RunError(f"the ledger {self.path} does not know the trajectory {trajectory_id}")
         return Issued(*issued[0]).trajectory()
 
     def attempts(self, group: int) -> dict[int, int]:
         """The newest attempt of each sibling of a group."""
-        rows = self._query("SELECT sibling, MAX(attempt) FROM trajectories WHERE number = ? GROUP BY sibling", group)
+        rows = self._query(f"SELECT sibling, MAX(attempt) FROM trajectories WHERE {_OF_GROUP} GROUP BY sibling", group)
         return {int(sibling): int(attempt) for sibling, attempt in rows}
 
     def trained_steps(self, through: int) -> list[int]:
@@ -271,13 +287,13 @@ class Ledger:
 
     def history(self) -> list[tuple[str, str, int | None, str | None]]:
         """(trajectory id, state, step in which it was settled, reason) of every trajectory ever issued."""
-        return self._query("SELECT id, state, step, reason FROM trajectories ORDER BY number, sibling, attempt")
+        return self._query("SELECT id, state, step, reason FROM trajectories ORDER BY key")
 
     # ------------------------------------------------------------------ checkpoints
 
     def position(self) -> dict[str, int]:
         """Where the ledger stands, to be stored in the checkpoint and given back to ``rewind_to``."""
-        return {"next_group": self.next_group, "trained": self.counts()["trained"]}
+        return {"next_group": self.next_group, "trained": self._one("SELECT value FROM meta WHERE key = 'trained'")}
 
     def commit(self, step: int, *, prune_through: int | None = None) -> None:
         """Called when the checkpoint of ``step`` is whole: let go of what was settled up to ``prune_through``.
@@ -292,7 +308,8 @@ class Ledger:
                 "UPDATE meta SET value = MAX(CAST(value AS INTEGER), ?) WHERE key = 'pruned_through'", max(oldest, 0)
             )
             self._run(
-                "DELETE FROM spool WHERE id IN (SELECT id FROM trajectories WHERE state IN ('trained', 'dropped') "
+                "DELETE FROM spool WHERE key IN (SELECT key FROM spool JOIN trajectories USING (key) "
+                "WHERE state IN ('trained', 'dropped') "
                 "AND step <= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'pruned_through'))"
             )
 
@@ -312,13 +329,17 @@ class Ledger:
         with self.batch():
             self._check_there(step, position)
             self._check_reachable(step)
-            after = "state = ? AND step > ? ORDER BY number, sibling, attempt"
+            after = "state = ? AND step > ? ORDER BY key"
             again = [name for (name,) in self._run(f"SELECT id FROM trajectories WHERE {after}", "trained", step)]
             dropped = self._run(f"SELECT id, reason FROM trajectories WHERE {after}", "dropped", step).fetchall()
             with self._rewinding():
                 self._run(
                     "UPDATE trajectories SET state = 'finished', step = NULL WHERE state = 'trained' AND step > ?", step
                 )
+            self._run(
+                "UPDATE meta SET value = (SELECT COUNT(*) FROM trajectories WHERE state = 'trained') "
+                "WHERE key = 'trained'"
+            )
             self._run("UPDATE trajectories SET step = ? WHERE state = 'dropped' AND step > ?", step + 1, step)
             self._run("DELETE FROM checkpoints WHERE step > ?", step)
             self._check_position(step, position)
@@ -328,13 +349,13 @@ class Ledger:
         """Forget groups ``first`` and later as if they had never been issued, so that their numbers are given again
         (lockstep redoes whole cohorts). Refused where one of them was trained."""
         with self.batch():
-            trained = self._one("SELECT COUNT(*) FROM trajectories WHERE number >= ? AND state = 'trained'", first)
+            trained = self._one("SELECT COUNT(*) FROM trajectories WHERE key >= ? AND state = 'trained'", first * SPAN)
             if trained:
                 raise RunError(f"the ledger {self.path} cannot forget group {first} and later: {trained} were trained")
+            self._group = None
             with self._rewinding():
-                for table in ("spool", "turns"):
-                    self._run(f"DELETE FROM {table} WHERE id IN (SELECT id FROM trajectories WHERE number >= ?)", first)
-                self._run("DELETE FROM trajectories WHERE number >= ?", first)
+                for table in ("spool", "turns", "trajectories"):
+                    self._run(f"DELETE FROM {table} WHERE key >= ?", first * SPAN)
             self._run("DELETE FROM groups WHERE number >= ?", first)
 
     def close(self) -> None:
@@ -364,6 +385,8 @@ class Ledger:
             )
 
     def _run(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        if self._depth:
+            self._begin()
         return self._connection.execute(sql, values)
 
     def _query(self, sql: str, *values: Any) -> list[Any]:
@@ -377,9 +400,29 @@ class Ledger:
         except (IndexError, TypeError, ValueError) as error:
             raise RunError(f"the ledger {self.path} failed: {_CAUSES['SQLITE_CORRUPT']}") from error
 
-    def _known(self, name: str) -> None:
-        if not self._run("SELECT 1 FROM trajectories WHERE id = ?", name).fetchone():
-            raise RunError(f"the ledger {self.path} does not know the trajectory {name}: it was never issued")
+    def _change(self, name: str, sql: str, *values: Any) -> int:
+        """Run one statement about a trajectory; how many rows it changed. What the database refuses names the
+        trajectory and the state it is in."""
+        with self._lock:
+            try:
+                return self._run(sql, *values).rowcount
+            except sqlite3.IntegrityError as error:
+                raise self._refusal(name, error) from error
+            except sqlite3.Error as error:
+                raise self._failure(error) from error
+
+    def _change_known(self, name: str, sql: str, *values: Any) -> None:
+        if not self._change(name, sql, *values):
+            raise self._unknown(name)
+
+    def _key(self, name: str) -> int:
+        key = key_of_id(name)
+        if key is None:
+            raise self._unknown(name)
+        return key
+
+    def _unknown(self, name: str) -> RunError:
+        return RunError(f"the ledger {self.path} does not know the trajectory {name}: it was never issued")
 
     def _check_group(self, number: int, size: int, task_id: str) -> None:
         known = self._run("SELECT size, task_id FROM groups WHERE number = ?", number).fetchone()
@@ -389,8 +432,8 @@ class Ledger:
                 f"not {size} of {task_id!r}; were the task or rollout.group_size changed?"
             )
 
-    def _check_whole(self, names: list[str]) -> None:
-        short = self._run(_SHORT_GROUP, json.dumps(names)).fetchone()
+    def _check_whole(self, groups: set[int]) -> None:
+        short = self._run(_SHORT_GROUP, json.dumps(sorted(groups))).fetchone()
         if short:
             raise RunError(f"group {short[0]} would be trained with {short[2]} of its {short[1]} trajectories")
 
@@ -436,35 +479,41 @@ class Ledger:
         except (ValueError, TypeError) as error:
             raise RunError(f"the ledger {self.path} is damaged: {error}") from error
 
-    @contextmanager
-    def _about(self, name: str) -> Iterator[None]:
-        """Name the trajectory, and the state it is in, in what the database refuses."""
-        try:
-            yield
-        except sqlite3.IntegrityError as error:
-            row = self._run("SELECT state, step FROM trajectories WHERE id = ?", name).fetchone()
-            state = f" (it is {row[0]}{'' if row[1] is None else f' in step {row[1]}'})" if row else ""
-            raise RunError(f"the ledger refuses a change of trajectory {name}{state}: {error}") from error
+    def _refusal(self, name: str, error: sqlite3.IntegrityError) -> RunError:
+        known = self._query("SELECT state, step FROM trajectories WHERE key = ?", key_of_id(name))
+        if not known and "FOREIGN KEY" in str(error) or "in flight" in str(error) and not known:
+            return self._unknown(name)
+        state = f" (it is {known[0][0]}{'' if known[0][1] is None else f' in step {known[0][1]}'})" if known else ""
+        return RunError(f"the ledger refuses a change of trajectory {name}{state}: {error}")
+
+    def _failure(self, error: sqlite3.Error) -> RunError:
+        return RunError(f"the ledger {os.fspath(self.path)} failed: {_cause(error)}")
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            raise RunError(f"the ledger {os.fspath(self.path)} failed: {_cause(error)}") from error
+            raise self._failure(error) from error
         except UnicodeDecodeError as error:
             raise RunError(f"the ledger {os.fspath(self.path)} failed: {_CAUSES['SQLITE_CORRUPT']}") from error
 
+
+_OF_GROUP = f"key BETWEEN ?1 * {SPAN} AND ?1 * {SPAN} + {SPAN - 1}"
 
 _ISSUED = (
     "SELECT number, sibling, attempt, seed, size, task_id, prompt, group_key, version, issues "
     "FROM trajectories JOIN groups USING (number)"
 )
 
-_SHORT_GROUP = """
-SELECT number, size, (SELECT COUNT(*) FROM trajectories t WHERE t.number = g.number AND state = 'trained') AS trained
-FROM groups g WHERE trained NOT IN (0, size)
-AND number IN (SELECT number FROM trajectories WHERE id IN (SELECT value FROM json_each(?)))
+_SHORT_GROUP = f"""
+SELECT number, size, trained FROM (
+    SELECT number, size, (
+        SELECT COUNT(*) FROM trajectories
+        WHERE key BETWEEN g.number * {SPAN} AND g.number * {SPAN} + {SPAN - 1} AND state = 'trained'
+    ) AS trained
+    FROM groups g WHERE number IN (SELECT value FROM json_each(?))
+) WHERE trained NOT IN (0, size)
 """
 
 _CAUSES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import struct
 import zlib
 from typing import Any
 
@@ -20,26 +21,35 @@ _BYTES_PER_TOKEN = sum(np.dtype(kind).itemsize for kind in _COLUMNS.values())
 _MAX_BYTES = 1 << 30  # a payload that unpacks to more is damaged
 _SMALL = 1 << 13  # bytes; compressing these costs more than writing them
 _FORMAT = 1
+_STORED = b"\x78\x01\x01"  # deflate with a window of 32 KiB; the last block, stored
+_COLUMN_TYPES = [(name, np.dtype(kind)) for name, kind in _COLUMNS.items()]
+_HEAD = json.JSONEncoder(allow_nan=False, default=encoding.plain)
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     """``trajectory`` as a payload, compressed where that is worth its time."""
-    fields = {
-        field.name: getattr(trajectory, field.name)
-        for field in dataclasses.fields(trajectory)
-        if field.name != "segments"
-    }
-    lengths = [len(segment.tokens) for segment in trajectory.segments]
-    optional = [_optional(segment) for segment in trajectory.segments]
-    shapes = [{name: list(array.shape) for name, array in arrays.items()} for arrays in optional]
-    content = {"format": _FORMAT, "lengths": lengths, "fields": fields} | ({"optional": shapes} if any(shapes) else {})
-    head = json.dumps(encoding.plain(content), allow_nan=False)
-    columns = []
-    for segment, arrays in zip(trajectory.segments, optional, strict=True):
-        given = {name: np.asarray(getattr(segment, name)) for name in _COLUMNS} | arrays
-        columns += [array.astype((_COLUMNS | _OPTIONAL)[name], copy=False).tobytes() for name, array in given.items()]
-    whole = b"\n".join((head.encode("ascii"), b"".join(columns)))
-    return zlib.compress(whole, level=1 if len(whole) > _SMALL else 0)
+    fields = vars(trajectory).copy()
+    segments: list[Segment] = fields.pop("segments")
+    if not math.isfinite(trajectory.reward):
+        fields["reward"] = encoding.plain(trajectory.reward)
+    optional = [_optional(segment) for segment in segments]
+    content = {"format": _FORMAT, "lengths": [len(segment.tokens) for segment in segments], "fields": fields}
+    if any(optional):
+        content["optional"] = [{name: list(array.shape) for name, array in arrays.items()} for arrays in optional]
+    parts = [_HEAD.encode(content).encode("ascii"), b"\n"]
+    for segment, arrays in zip(segments, optional, strict=True):
+        parts += [np.asarray(getattr(segment, name), kind).tobytes() for name, kind in _COLUMN_TYPES]
+        parts += [array.astype(_OPTIONAL[name], copy=False).tobytes() for name, array in arrays.items()]
+    whole = b"".join(parts)
+    return zlib.compress(whole, level=1) if len(whole) > _SMALL else _stored(whole)
+
+
+def _stored(content: bytes) -> bytes:
+    """``content`` as a zlib stream (RFC 1950) of one stored block, without the cost of setting up a compressor."""
+    size = len(content)
+    return b"".join(
+        (_STORED, struct.pack("<HH", size, size ^ 0xFFFF), content, struct.pack(">I", zlib.adler32(content)))
+    )
 
 
 def _optional(segment: Segment) -> dict[str, NDArray[Any]]:

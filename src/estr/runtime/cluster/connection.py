@@ -35,6 +35,7 @@ class Cluster:
 
         self.owned, self._directory, self._connected = owned, directory, connected
         self.node: str = ray.get_runtime_context().get_node_id()
+        self.scratch = directory or Path(tempfile.gettempdir())  # a directory that every node has
 
     def close(self) -> None:
         """Leave the cluster, and end it where it is owned."""

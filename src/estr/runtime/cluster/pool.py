@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import secrets
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,7 +71,7 @@ class RayPool(Supervision[EngineHandle]):
             self._workers.append(EngineHandle(index, self._spec(index), self._needs, self._cluster.node, self._inbox))
 
     def _spec(self, index: int) -> WorkerSpec:
-        calls = Path(tempfile.gettempdir()) / f"estr-{self._secret}-{index}.calls"  # on whatever node it comes to be
+        calls = self._cluster.scratch / f"estr-{self._secret}-{index}.calls"  # on whatever node it comes to be
         return WorkerSpec(
             name=f"engine-{index}",
             config=self._config,

@@ -14,8 +14,8 @@ def files_of(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in paths}
 
 
+def test_a_resume_without_its_checkpoints_deletes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Metrics and rollouts were withdrawn before the ledger said that it has let go of what a start needs."""
-    """The ledger has let go of what a start from step 0 needs; metrics and rollouts were withdrawn before it said so."""
     config = write_config(tmp_path / "run.toml", run={"steps": 4, "checkpoint_every": 1}, schedule={"mode": "lockstep"})
     run = tmp_path / "run"
     assert estr(capsys, "train", config, "--output", run).status == 0

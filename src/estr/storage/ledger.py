@@ -481,7 +481,7 @@ class Ledger:
 
     def _refusal(self, name: str, error: sqlite3.IntegrityError) -> RunError:
         known = self._query("SELECT state, step FROM trajectories WHERE key = ?", key_of_id(name))
-        if not known and "FOREIGN KEY" in str(error) or "in flight" in str(error) and not known:
+        if not known and any(words in str(error) for words in ("FOREIGN KEY", "in flight")):
             return self._unknown(name)
         state = f" (it is {known[0][0]}{'' if known[0][1] is None else f' in step {known[0][1]}'})" if known else ""
         return RunError(f"the ledger refuses a change of trajectory {name}{state}: {error}")

@@ -15,7 +15,7 @@ from estr.errors import RunError
 from estr.runtime.accounting import Accounting
 from estr.runtime.collector import Collector
 from estr.runtime.journal import RunJournal
-from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Job, Ready, Synced
+from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Job, Progress, Ready, Synced
 from estr.runtime.setup import _minibatches
 from estr.schedule import Group, Schedule, ScheduleRules
 from estr.storage.ledger import Ledger
@@ -161,6 +161,47 @@ def test_fault_C10_with_no_staleness_allowed_the_loop_still_progresses(bench: Ca
         assert numbers(made.collector.next_batch(version)) == [2 * version, 2 * version + 1]
         assert {job.min_version for job in made.pool.jobs[4 * version :]} == {version}
     assert len(made.pool.jobs) == 12, "strictly synchronous: nothing is issued ahead"
+
+
+def turn(job: Job, number: int) -> Progress:
+    begun = trajectory(job)
+    begun.turns = number
+    return Progress(begun, [], 1, "stop", {})
+
+
+def test_of_turns_that_come_together_the_newest_of_each_trajectory_in_flight_is_kept(
+    bench: Callable[..., Bench],
+) -> None:
+    made = bench(lambda job: [], schedule=ASYNC)
+    made.collector.fill(0)
+    done, going = made.pool.jobs[:2]
+    made.pool.later = [turn(done, 1), turn(going, 1), turn(done, 2), Finished(trajectory(done)), turn(going, 2)]
+    made.collector.absorb_waiting()
+    assert [(kept.sibling, kept.turns) for kept, _ in made.ledger.turns()] == [(going.sibling, 2)]
+    assert made.ledger.counts()["finished"] == 1
+
+
+class OneByOne(ScriptedPool):
+    """One event a poll."""
+
+    def events(self, timeout: float) -> list[Event]:
+        self.later = [*self.later, *(event for job in self.waiting for event in self.script(job))]
+        self.waiting, events, self.later = [], self.later[:1], self.later[1:]
+        return events
+
+
+def test_results_that_cannot_complete_a_batch_are_made_durable_together(
+    bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench(schedule={"mode": "sync"}, learner={"prompts_per_step": 4})
+    made.pool.__class__ = OneByOne
+    statements: list[str] = []
+    made.ledger._connection.set_trace_callback(statements.append)
+    batch = made.collector.next_batch(0)
+    made.ledger._connection.set_trace_callback(None)
+    results = sum(len(group.trajectories) for group in batch)
+    assert results == made.ledger.counts()["finished"] == 8
+    assert statements.count("COMMIT") < 1 + results, "one for what is issued, and fewer than one a result"
 
 
 def test_a_failed_sibling_is_issued_again_under_a_new_seed(bench: Callable[..., Bench]) -> None:

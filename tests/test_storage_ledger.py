@@ -1,11 +1,13 @@
 """The ledger: issued → finished → trained or dropped, durable, exactly once, and back to a checkpoint."""
 
 import contextlib
+import json
 import math
 import os
 import resource
 import sqlite3
 import threading
+import zlib
 
 import numpy as np
 import pytest
@@ -95,6 +97,16 @@ def test_payloads_read_back_as_they_were(rows, text, reward):
             one, other = getattr(a, column), getattr(b, column)
             assert one.dtype == other.dtype
             assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 481, 482, 3000])
+def test_payloads_are_zlib_streams_whatever_their_size(length):
+    trajectory = made(0, 0, length=length)
+    payload = encode_trajectory(trajectory)
+    head, _, columns = zlib.decompress(payload).partition(b"\n")
+    assert len(columns) == 17 * length
+    assert json.loads(head)["lengths"] == [length]
+    assert equal(decode_trajectory(payload), trajectory)
 
 
 @settings(max_examples=200, deadline=None)
@@ -242,6 +254,45 @@ def test_a_swallowed_error_inside_a_batch_leaves_no_trace(ledger):
         issue_group(ledger, 1)
     assert equal(ledger.finished()[0], made(0, 0))
     assert ledger.next_group == 2
+
+
+def test_a_batch_in_which_nothing_happens_leaves_the_disk_alone(ledger):
+    statements = []
+    ledger._connection.set_trace_callback(statements.append)
+    with ledger.batch():
+        pass
+    assert statements == []
+
+
+def test_a_refused_result_inside_a_batch_leaves_no_tokens(ledger):
+    issue_group(ledger, 0)
+    ledger.drop("00000000-000", "gone", 1)
+    with ledger.batch():
+        with pytest.raises(RunError, match="it is dropped in step 1"):
+            ledger.finish(made(0, 0))
+        with pytest.raises(RunError, match="never issued"):
+            ledger.finish(made(7, 0))
+        ledger.finish(made(0, 1))
+    assert ledger.load("00000000-000").segments == []
+    assert ledger._query("SELECT key FROM spool") == [(key_of(0, 1, 0),)]
+
+
+def test_a_group_that_was_undone_is_not_taken_for_known(ledger):
+    with contextlib.suppress(ZeroDivisionError), ledger.batch():
+        issue(ledger, 0, 0)
+        raise ZeroDivisionError
+    issue_group(ledger, 0)
+    assert ledger.counts()["issued"] == SIZE
+    ledger.forget_groups(0)
+    issue_group(ledger, 0)
+    refused(ledger, lambda: ledger.issue(0, 0, 1, seed=1, group_size=9, task_id="task-0"), "group 0 as 2 trajectories")
+
+
+def test_numbers_beyond_what_a_key_holds_are_refused(ledger):
+    refused(ledger, lambda: ledger.issue(0, 0, 1 << 12, seed=1, group_size=SIZE), "cannot number trajectory")
+    refused(ledger, lambda: ledger.issue(1 << 31, 0, seed=1, group_size=SIZE), "cannot number trajectory")
+    with pytest.raises(RunError, match="does not know"):
+        ledger.load("00000000-000.4096")
 
 
 def test_a_batch_is_not_seen_from_outside_before_its_end(ledger):

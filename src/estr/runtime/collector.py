@@ -33,6 +33,7 @@ from estr.trajectory import Trajectory
 
 CANARY_TOLERANCE = 1e-3
 _POLL = 0.25
+_PAUSE, _PAUSES = 0.01, 5  # seconds between looks at what else came, before what came is made durable together
 
 
 class Journal(Protocol):
@@ -168,13 +169,29 @@ class Collector:
             if not isinstance(batch, Waiting):
                 self.selection.batch_taken()
                 return self._in_order(batch)
-            if self._absorb(self._pool.events(_POLL)):
+            if self._absorb(self._gather(batch)):
                 last_progress = time.monotonic()
             self._give_up_after(last_progress, batch)
 
     def absorb_waiting(self) -> None:
         """Take the events that are there, without waiting."""
         self._absorb(self._pool.events(0.0))
+
+    def _gather(self, waiting: Waiting) -> list[Event]:
+        """Wait for events; those that cannot be the last ones of the rollout batch wait for others to come."""
+        events = self._pool.events(_POLL)
+        missing = max(1, waiting.needed - waiting.complete)  # trajectories, at least
+        for _ in range(0 if self._lockstep or not events else _PAUSES):
+            if any(isinstance(event, Failed | Died) for event in events):
+                break
+            if sum(isinstance(event, Finished) for event in events) >= missing:
+                break
+            time.sleep(_PAUSE)
+            more = self._pool.events(0.0)
+            if not more:
+                break
+            events += more
+        return events
 
     def _in_order(self, groups: list[Group]) -> list[Group]:
         key = self._places.__getitem__ if self._lockstep else lambda number: number
@@ -198,18 +215,27 @@ class Collector:
     def _absorb(self, events: Sequence[Event]) -> bool:
         """File events; whether any of them is progress."""
         progress = False
+        turns: dict[str, Progress] = {}  # the newest of each trajectory that has not finished
         with self._journal.batch():
             for event in events:
-                if isinstance(event, Finished) and self._schedule.expects(event.trajectory):
-                    self._journal.finished(event.trajectory)
-                    self._schedule.finish(event.trajectory)
-                    self._select(event.trajectory.group)
-                elif isinstance(event, Progress) and self._schedule.awaits(event.trajectory):
-                    self._journal.went_on(event)
+                if isinstance(event, Progress):
+                    turns[event.trajectory.trajectory_id] = event
+                elif isinstance(event, Finished):
+                    turns.pop(event.trajectory.trajectory_id, None)
+                    self._finished(event.trajectory)
+            for turn in turns.values():
+                if self._schedule.awaits(turn.trajectory):
+                    self._journal.went_on(turn)
         self.selection.check()
         for event in events:
             progress |= self._file(event)
         return progress
+
+    def _finished(self, trajectory: Trajectory) -> None:
+        if self._schedule.expects(trajectory):
+            self._journal.finished(trajectory)
+            self._schedule.finish(trajectory)
+            self._select(trajectory.group)
 
     def _select(self, number: int) -> None:
         """Drop a group that is complete and does not train; the schedule then has room for another."""

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
@@ -46,7 +46,7 @@ class Journal(Protocol):
 
     def issued(self, ticket: Ticket, problem: Problem, version: int) -> None: ...
 
-    def finished(self, trajectory: Trajectory) -> None: ...
+    def finished(self, trajectories: Sequence[Trajectory]) -> None: ...
 
 
 class Nowhere:
@@ -58,7 +58,7 @@ class Nowhere:
     def issued(self, ticket: Ticket, problem: Problem, version: int) -> None:
         pass
 
-    def finished(self, trajectory: Trajectory) -> None:
+    def finished(self, trajectories: Sequence[Trajectory]) -> None:
         pass
 
     def trained(self, groups: list[Group], step: int) -> None:
@@ -155,8 +155,9 @@ def drive(
         groups = schedule.take(version)
         if not isinstance(groups, list):
             with journal.batch():
-                for trajectory in pool.finish(RESULTS_PER_COMMIT):
-                    journal.finished(trajectory)
+                finished = list(pool.finish(RESULTS_PER_COMMIT))
+                journal.finished(finished)
+                for trajectory in finished:
                     schedule.finish(trajectory)
             continue
         version += 1

@@ -36,7 +36,11 @@ WARM = 5
 AIM = 0.02
 WAITING = ", while it waits"
 TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-    ("ledger", Ledger, ("issue", "finish", "keep_turn", "settle", "drop", "drop_group", "load", "position", "commit")),
+    (
+        "ledger",
+        Ledger,
+        ("issue", "finish_packed", "keep_packed_turns", "settle", "drop", "drop_group", "load", "position", "commit"),
+    ),
     ("rollouts", RunJournal, ("_rows",)),
     ("rollouts", RolloutWriter, ("write", "flush")),
     ("metrics and timeline", JsonLinesWriter, ("append", "sync")),

@@ -29,7 +29,7 @@ from estr.learner.rollouts import minibatch_plan
 from estr.runtime.accounting import Accounting
 from estr.runtime.collector import Collector
 from estr.runtime.journal import RunJournal
-from estr.runtime.messages import Failed, Finished, Progress
+from estr.runtime.messages import Failed, Finished, KeptTurn, Progress
 from estr.runtime.setup import _minibatches
 from estr.schedule import Schedule, ScheduleRules
 from estr.storage.ledger import Ledger
@@ -67,7 +67,7 @@ class LogicalPool:
     def submit(self, jobs):
         for job in jobs:
             assert job.key not in self.running, f"{job.key} was submitted twice"
-            first = None if job.progress is None else int(job.progress.trajectory.action_versions[0])
+            first = None if job.kept is None else int(job.kept.progress.trajectory.action_versions[0])
             self.running[job.key] = Running(job, first)
 
     def events(self, timeout):
@@ -97,7 +97,13 @@ def finished(job, first, last):
     return Trajectory(*about, [row], reward=0.5, finish_reason="stop", group_key=job.problem.task_id)
 
 
+def kept_turn(one, version):
+    return KeptTurn.of(Progress(finished(one.job, one.first, version), [], 1, "stop", None))
+
+
 def about(event):
+    if isinstance(event, KeptTurn):
+        return event.ticket
     return event.job if isinstance(event, Failed) else event.trajectory
 
 
@@ -170,7 +176,7 @@ class ResumeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end_a_turn(self, data):
         one = self.pool.running[data.draw(st.sampled_from(self.jobs(started=True)))]
-        self.pool.queue.append(Progress(finished(one.job, one.first, self.version), [], 1, "stop", None))
+        self.pool.queue.append(kept_turn(one, self.version))
 
     @precondition(lambda self: self.jobs())
     @rule(data=st.data(), final=st.booleans())
@@ -190,7 +196,7 @@ class ResumeMachine(RuleBasedStateMachine):
             if one.first is None:
                 one.first = self.version
             elif draw.random() < 0.2:
-                self.pool.queue.append(Progress(finished(one.job, one.first, self.version), [], 1, "stop", None))
+                self.pool.queue.append(kept_turn(one, self.version))
             elif draw.random() < 0.03:
                 self.pool.queue.append(Failed(self.pool.running.pop(one.job.key).job, "the tool broke"))
             else:
@@ -200,7 +206,7 @@ class ResumeMachine(RuleBasedStateMachine):
     @rule()
     def an_engine_dies(self):
         for one in self.pool.running.values():
-            one.first = None if one.job.progress is None else int(one.job.progress.trajectory.action_versions[0])
+            one.first = None if one.job.kept is None else int(one.job.kept.progress.trajectory.action_versions[0])
 
     # ------------------------------------------------------------------ the learner
 

@@ -16,7 +16,7 @@ from estr.errors import RunError
 from estr.models.builtin import resolve_model
 from estr.models.load import load_model, merged_state
 from estr.runtime.builders import build_rollout_worker, build_task
-from estr.runtime.messages import Failed, Finished, Job, Progress
+from estr.runtime.messages import Failed, Finished, Job, KeptTurn, Progress
 from estr.runtime.rollout import RolloutWorker
 from estr.storage.ledger import Ledger
 from estr.trajectory import derive_seed
@@ -78,12 +78,12 @@ def home() -> Home:
 
 
 def job(progress: Progress | None = None) -> Job:
-    return Job(4, 1, 0, Echo().train_problem(4), run_seed=7, progress=progress)
+    return Job(4, 1, 0, Echo().train_problem(4), run_seed=7, kept=None if progress is None else KeptTurn.of(progress))
 
 
 def run(worker: RolloutWorker, one: Job) -> tuple[list[Progress], Finished | Failed]:
     worker.submit(one)
-    *turns, last = worker.run_all()
+    *turns, last = (result.progress if isinstance(result, KeptTurn) else result for result in worker.run_all())
     assert worker.running == 0
     assert worker.engine.running == 0
     return turns, last
@@ -162,7 +162,7 @@ def test_a_tool_that_had_not_answered_is_asked_again(home: Home, tmp_path: Path)
     results: list[Any] = []
     while not results:
         results += worker.tick()
-    (progress,) = results
+    (progress,) = (result.progress for result in results)
     assert progress.trajectory.turns == 1
     _, result = run(home.worker(), job(through_the_ledger(progress, tmp_path)))
     assert isinstance(result, Finished)

@@ -15,7 +15,7 @@ from estr.errors import RunError
 from estr.runtime.accounting import Accounting
 from estr.runtime.collector import Collector
 from estr.runtime.journal import RunJournal
-from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Job, Progress, Ready, Synced
+from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Job, KeptTurn, Progress, Ready, Synced
 from estr.runtime.setup import _minibatches
 from estr.schedule import Group, Schedule, ScheduleRules
 from estr.storage.ledger import Ledger
@@ -163,10 +163,10 @@ def test_fault_C10_with_no_staleness_allowed_the_loop_still_progresses(bench: Ca
     assert len(made.pool.jobs) == 12, "strictly synchronous: nothing is issued ahead"
 
 
-def turn(job: Job, number: int) -> Progress:
+def turn(job: Job, number: int) -> KeptTurn:
     begun = trajectory(job)
     begun.turns = number
-    return Progress(begun, [], 1, "stop", {})
+    return KeptTurn.of(Progress(begun, [], 1, "stop", {}))
 
 
 def test_of_turns_that_come_together_the_newest_of_each_trajectory_in_flight_is_kept(

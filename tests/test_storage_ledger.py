@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from estr.errors import RunError
 from estr.storage.ledger import Ledger
+from estr.storage.ledger_rows import packed
 from estr.storage.ledger_schema import key_of
 from estr.storage.spool import decode_trajectory, encode_trajectory
 from estr.trajectory import Segment, Trajectory, derive_seed
@@ -206,6 +207,32 @@ def test_a_group_is_not_trained_short(ledger):
     issue_group(ledger, 0)
     ledger.finish(made(0, 0))
     refused(ledger, lambda: ledger.settle(["00000000-000"], 1), "group 0 would be trained with 1 of its 2")
+
+
+def test_of_several_results_the_refused_one_is_named_and_none_is_filed(ledger):
+    issue_group(ledger, 0)
+    issue_group(ledger, 1)
+    ledger.drop("00000001-000", "gone", 1)
+    refused(
+        ledger, lambda: ledger.finish(made(0, 0), made(1, 0), made(0, 1)), r"00000001-000 \(it is dropped in step 1\)"
+    )
+    refused(ledger, lambda: ledger.finish(made(0, 0), made(7, 0)), "00000007-000: it was never issued")
+    refused(ledger, lambda: ledger.finish(made(0, 0), made(0, 0)), r"00000000-000 \(it is finished\)")
+    ledger.finish(made(0, 0), made(0, 1))
+    refused(ledger, lambda: ledger.keep_packed_turns([packed(made(1, 1), {}), packed(made(0, 1), {})]), "is in flight")
+    refused(ledger, lambda: ledger.settle(["00000000-000", "00000000-000", "00000000-001"], 1), "it is trained")
+
+
+def test_results_that_are_too_much_for_one_statement(ledger, monkeypatch):
+    monkeypatch.setattr("estr.storage.ledger_rows._MOST_BYTES", 1000)
+    trajectories = [made(group, sibling, length=40 + group) for group in range(4) for sibling in range(SIZE)]
+    for group in range(4):
+        issue_group(ledger, group)
+    ledger.keep_packed_turns([packed(one, {"turn": one.group}) for one in trajectories])
+    assert [context["turn"] for _, context in ledger.turns()] == [one.group for one in trajectories]
+    ledger.finish(*trajectories)
+    assert all(map(equal, ledger.finished(), trajectories))
+    assert ledger.turns() == []
 
 
 def test_the_database_itself_refuses_what_the_program_must_not_do(ledger):

@@ -21,6 +21,7 @@ from estr.runtime.messages import (
     Failed,
     Finished,
     Job,
+    KeptTurn,
     Members,
     Progress,
     Synced,
@@ -29,7 +30,6 @@ from estr.runtime.messages import (
 from estr.runtime.pools import Pool
 from estr.runtime.selecting import NO_SPREAD, SpreadFilter
 from estr.schedule import Group, Schedule, Ticket, Waiting
-from estr.trajectory import Trajectory
 
 CANARY_TOLERANCE = 1e-3
 _POLL = 0.25
@@ -43,9 +43,9 @@ class Journal(Protocol):
 
     def issued(self, ticket: Ticket, problem: Problem, version: int) -> None: ...
 
-    def finished(self, trajectory: Trajectory) -> None: ...
+    def finished(self, results: Sequence[Finished]) -> None: ...
 
-    def went_on(self, progress: Progress) -> None: ...
+    def went_on(self, turns: Sequence[KeptTurn]) -> None: ...
 
     def failed(self, ticket: Ticket, reason: str) -> None: ...
 
@@ -134,13 +134,14 @@ class Collector:
     def _job(self, ticket: Ticket) -> Job:
         problem = self._problems[ticket.group]
         self._journal.issued(ticket, problem, self._version)
+        begun = self._progress.pop(ticket.trajectory_id, None)
         return Job(
             group=ticket.group,
             sibling=ticket.sibling,
             attempt=ticket.attempt,
             problem=problem,
             run_seed=self._config.run.seed,
-            progress=self._progress.pop(ticket.trajectory_id, None),
+            kept=None if begun is None else KeptTurn.of(begun),
             min_version=self._version,
             window=self._window(ticket.group) if self._lockstep else None,
             explore=self._config.rollout.explores(ticket.sibling),
@@ -215,27 +216,30 @@ class Collector:
     def _absorb(self, events: Sequence[Event]) -> bool:
         """File events; whether any of them is progress."""
         progress = False
-        turns: dict[str, Progress] = {}  # the newest of each trajectory that has not finished
+        turns: dict[str, KeptTurn] = {}  # the newest of each trajectory that has not finished
+        finished: list[Finished] = []
+        for event in events:
+            if isinstance(event, KeptTurn):
+                turns[event.packed.name] = event
+            elif isinstance(event, Finished):
+                turns.pop(event.trajectory.trajectory_id, None)
+                finished.append(event)
         with self._journal.batch():
-            for event in events:
-                if isinstance(event, Progress):
-                    turns[event.trajectory.trajectory_id] = event
-                elif isinstance(event, Finished):
-                    turns.pop(event.trajectory.trajectory_id, None)
-                    self._finished(event.trajectory)
-            for turn in turns.values():
-                if self._schedule.awaits(turn.trajectory):
-                    self._journal.went_on(turn)
+            self._finished(finished)
+            self._journal.went_on([turn for turn in turns.values() if self._schedule.awaits(turn.ticket)])
         self.selection.check()
         for event in events:
             progress |= self._file(event)
         return progress
 
-    def _finished(self, trajectory: Trajectory) -> None:
-        if self._schedule.expects(trajectory):
-            self._journal.finished(trajectory)
-            self._schedule.finish(trajectory)
-            self._select(trajectory.group)
+    def _finished(self, results: Sequence[Finished]) -> None:
+        taken: list[Finished] = []
+        for result in results:
+            if self._schedule.finish(result.trajectory):
+                taken.append(result)
+        self._journal.finished(taken)
+        for number in dict.fromkeys(result.trajectory.group for result in taken):
+            self._select(number)
 
     def _select(self, number: int) -> None:
         """Drop a group that is complete and does not train; the schedule then has room for another."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from estr.config import Config
 from estr.environments.base import Task
 from estr.runtime.builders import build_rollout_worker, held_out_problems
-from estr.runtime.messages import Failed, Job
+from estr.runtime.messages import Finished, Job
 from estr.trajectory import Trajectory, derive_seed
 
 
@@ -77,7 +77,7 @@ class Evaluator:
         while self._worker.running or not self._worker.idle:
             check()
             for result in self._worker.tick():
-                if isinstance(result, Failed):
+                if not isinstance(result, Finished):
                     failed += 1
                     continue
                 trajectory = result.trajectory

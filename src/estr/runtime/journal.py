@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from estr.config import Config
 from estr.environments.base import Problem
-from estr.runtime.messages import Progress
+from estr.runtime.messages import Finished, KeptTurn, Progress
 from estr.runtime.selecting import group_size
 from estr.schedule import Group, Ticket
 from estr.storage.ledger import Ledger
@@ -58,13 +58,13 @@ class RunJournal:
             version=version,
         )
 
-    def finished(self, trajectory: Trajectory) -> None:
-        """A trajectory came back whole."""
-        self._ledger.finish(trajectory)
+    def finished(self, results: Sequence[Finished]) -> None:
+        """Trajectories came back whole."""
+        self._ledger.finish_packed([result.packed for result in results])
 
-    def went_on(self, progress: Progress) -> None:
-        """A trajectory has finished a turn from which it can go on after a crash."""
-        self._ledger.keep_turn(progress.trajectory, progress.context)
+    def went_on(self, turns: Sequence[KeptTurn]) -> None:
+        """Trajectories have finished a turn from which they can go on after a crash."""
+        self._ledger.keep_packed_turns([turn.packed for turn in turns])
 
     def failed(self, ticket: Ticket, reason: str) -> None:
         """One attempt failed and its trajectory will be tried again or given up."""

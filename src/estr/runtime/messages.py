@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from estr.environments.base import Message, Problem
+from estr.schedule import Ticket
+from estr.storage.encoding import loads
+from estr.storage.ledger_rows import Packed, packed
+from estr.storage.spool import decode_trajectory
 from estr.trajectory import Trajectory
 
 
@@ -46,6 +52,24 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class KeptTurn:
+    """A :class:`Progress` as the ledger keeps it: the learner's process files it and does not look into it."""
+
+    ticket: Ticket
+    packed: Packed
+
+    @classmethod
+    def of(cls, progress: Progress) -> KeptTurn:
+        trajectory = progress.trajectory
+        ticket = Ticket(trajectory.group, trajectory.sibling, trajectory.attempt)
+        return cls(ticket, packed(trajectory, progress.context))
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(decode_trajectory(self.packed.payload), **loads(self.packed.context))
+
+
+@dataclass(frozen=True)
 class Job:
     """One trajectory to generate."""
 
@@ -58,7 +82,7 @@ class Job:
     window: VersionWindow | None = None
     explore: bool = False  # an exploring sampler (CUTS) treats it
     heat: float = 0.0  # a temperature of its own to draw tokens at; 0: none
-    progress: Progress | None = None  # where an earlier process left it
+    kept: KeptTurn | None = None  # where an earlier process left it
 
     @property
     def key(self) -> str:
@@ -67,7 +91,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Finished:
+    """A whole trajectory. It travels between processes as the ledger will keep it, so that it is packed only once."""
+
     trajectory: Trajectory
+
+    @cached_property
+    def packed(self) -> Packed:
+        return packed(self.trajectory)
+
+    def __reduce__(self) -> tuple[Callable[[Packed], Finished], tuple[Packed]]:
+        return _finished, (self.packed,)
+
+
+def _finished(row: Packed) -> Finished:
+    finished = Finished(decode_trajectory(row.payload))
+    vars(finished)["packed"] = row
+    return finished
 
 
 @dataclass(frozen=True)
@@ -151,4 +190,4 @@ class Members:
     engines: int
 
 
-Event = Finished | Progress | Failed | Synced | Activity | Ready | Alive | Died | Members
+Event = Finished | KeptTurn | Failed | Synced | Activity | Ready | Alive | Died | Members

@@ -21,10 +21,10 @@ from estr.environments.runner import (
 from estr.errors import EstrError, asked_to_stop
 from estr.models.conversation import Conversation, Extension
 from estr.runtime.calls import Calls
-from estr.runtime.messages import Failed, Finished, Job, Progress
+from estr.runtime.messages import Failed, Finished, Job, KeptTurn, Progress
 from estr.trajectory import Segment, Trajectory, derive_seed
 
-Result = Finished | Failed | Progress
+Result = Finished | Failed | KeptTurn
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class _Episode:
     segments: list[Segment] = field(default_factory=list)
     last: Turn | None = None
     last_text: str = ""
+    progress: Progress | None = None  # where an earlier process left it
     left: Segment | None = None  # the open row that an earlier process left, until the engine has it
     at_work: bool = False  # its environment runs in a thread
     finish_reason: str = ""
@@ -112,10 +113,11 @@ class RolloutWorker:
             (episode.environment, episode.job.problem, episode.seed),
             (self.limits.tool_timeout, self._clock),
         )
-        if episode.job.progress is None or not isinstance(episode.environment, Restorable):
+        if episode.job.kept is None or not isinstance(episode.environment, Restorable):
             return start_reset(*about, *limits)
         episode.phase = "restore"
-        return start_restore(*about, episode.job.progress.environment, *limits)
+        episode.progress = episode.job.kept.progress
+        return start_restore(*about, episode.progress.environment, *limits)
 
     def cancel_all(self) -> list[Job]:
         """Forget everything that runs; returns the jobs."""
@@ -211,7 +213,7 @@ class RolloutWorker:
 
     def _restored(self, episode: _Episode) -> None:
         """Take up an episode whose last turn had ended in an earlier process."""
-        job, progress = episode.job, episode.job.progress
+        job, progress = episode.job, episode.progress
         assert progress is not None
         *episode.segments, episode.left = progress.trajectory.segments
         episode.resumed_at = [*progress.trajectory.resumed_at, progress.trajectory.turns]
@@ -236,7 +238,7 @@ class RolloutWorker:
             )
         self._poll(episode)
         if progress is not None and episode.phase == "reply" and episode.job.key in self._episodes:
-            self._results.append(progress)
+            self._results.append(KeptTurn.of(progress))
 
     def _progress(self, episode: _Episode) -> Progress | EnvironmentFailure | None:
         """The episode before the environment answers; None where it can end here or cannot be restored."""

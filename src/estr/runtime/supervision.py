@@ -8,7 +8,7 @@ import queue
 from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
-from estr.runtime.messages import Died, Event, Failed, Finished, Job, Progress
+from estr.runtime.messages import Died, Event, Failed, Finished, Job, KeptTurn
 from estr.runtime.worker import CancelGroup
 
 
@@ -56,7 +56,7 @@ class Supervision(ABC, Generic[EngineT]):
             trajectory = event.trajectory
             self._settled(worker, f"{trajectory.group}/{trajectory.sibling}/{trajectory.attempt}")
             self._deaths_in_a_row = 0
-        elif isinstance(event, Progress):
+        elif isinstance(event, KeptTurn):
             self._went_on(worker, event)
         elif isinstance(event, Failed):
             self._settled(worker, event.job.key)
@@ -68,11 +68,11 @@ class Supervision(ABC, Generic[EngineT]):
     def _replace(self, worker: EngineT, reason: str) -> list[Event]:
         """Put another engine in the place of a dead one; what its jobs come to."""
 
-    def _went_on(self, worker: EngineT, progress: Progress) -> None:
-        trajectory = progress.trajectory
-        key = f"{trajectory.group}/{trajectory.sibling}/{trajectory.attempt}"
+    def _went_on(self, worker: EngineT, turn: KeptTurn) -> None:
+        ticket = turn.ticket
+        key = f"{ticket.group}/{ticket.sibling}/{ticket.attempt}"
         if key in worker.jobs:
-            worker.jobs[key] = dataclasses.replace(worker.jobs[key], progress=progress)
+            worker.jobs[key] = dataclasses.replace(worker.jobs[key], kept=turn)
 
     def _settled(self, worker: EngineT, key: str) -> None:
         worker.jobs.pop(key, None)

@@ -213,9 +213,9 @@ class Schedule:
 
     def finish(self, trajectory: Trajectory) -> bool:
         """File a finished trajectory; False where it is not expected (its group was dropped, or it came twice)."""
-        if not self.expects(trajectory):
+        group = self._groups.get(trajectory.group)
+        if group is None or trajectory.sibling in group.finished:
             return False
-        group = self._groups[trajectory.group]
         group.finished[trajectory.sibling] = trajectory
         if group.complete:
             group.finish_order, self._finished_count = self._finished_count, self._finished_count + 1
@@ -223,18 +223,13 @@ class Schedule:
             self.failed_in_a_row = 0
         return True
 
-    def expects(self, trajectory: Trajectory) -> bool:
-        """Whether ``finish`` would take it."""
-        group = self._groups.get(trajectory.group)
-        return group is not None and trajectory.sibling not in group.finished
-
-    def awaits(self, trajectory: Trajectory) -> bool:
+    def awaits(self, ticket: Ticket) -> bool:
         """Whether it is the attempt that is in flight."""
-        group = self._groups.get(trajectory.group)
+        group = self._groups.get(ticket.group)
         return (
-            self.expects(trajectory)
-            and group is not None
-            and (group.attempts.get(trajectory.sibling, 0) == trajectory.attempt)
+            group is not None
+            and ticket.sibling not in group.finished
+            and group.attempts.get(ticket.sibling, 0) == ticket.attempt
         )
 
     def fail(self, number: int, sibling: int, *, final: bool = False) -> Ticket | Group | None:

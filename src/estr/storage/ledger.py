@@ -15,7 +15,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,19 @@ from estr.errors import RunError
 from estr.storage import encoding
 from estr.storage.encoding import clean_text
 from estr.storage.files import disk_errors
+from estr.storage.ledger_rows import (
+    RESULT,
+    RESULTS,
+    TRAINED,
+    TRAINED_ONE,
+    TURN,
+    TURNS,
+    UNKNOWN,
+    Packed,
+    arguments,
+    packed,
+    portions,
+)
 from estr.storage.ledger_schema import FORMAT, PRAGMAS, SCHEMA, SPAN, key_of, key_of_id
 from estr.storage.spool import decode_trajectory, encode_trajectory
 from estr.trajectory import Trajectory, trajectory_id
@@ -179,11 +192,13 @@ class Ledger:
                 *(key, name, group, sibling, attempt, seed),
             )
 
-    def finish(self, trajectory: Trajectory) -> None:
-        """Put a trajectory that was in flight into the spool; only after this may the learner see it."""
-        key = key_of(trajectory.group, trajectory.sibling, trajectory.attempt)
-        payload = encode_trajectory(trajectory)
-        self._change(trajectory.trajectory_id, "INSERT INTO results VALUES (?, ?)", key, payload)
+    def finish(self, *trajectories: Trajectory) -> None:
+        """Put trajectories that were in flight into the spool; only after this may the learner see them."""
+        self.finish_packed([packed(trajectory) for trajectory in trajectories])
+
+    def finish_packed(self, results: Sequence[Packed]) -> None:
+        """``finish`` for trajectories that are ``packed`` already."""
+        self._put(results, RESULTS, lambda row: self._change(row.name, RESULT, row.key, row.payload))
 
     def keep_turn(self, trajectory: Trajectory, context: Mapping[str, Any]) -> None:
         """Remember a trajectory in flight as it stood when a turn had ended, in the place of the turn before.
@@ -191,9 +206,27 @@ class Ledger:
         Args:
             context: what it takes beside its rows to go on, as JSON can hold it.
         """
-        key = key_of(trajectory.group, trajectory.sibling, trajectory.attempt)
-        payload, text = encode_trajectory(trajectory), encoding.quick_dumps(context)
-        self._change(trajectory.trajectory_id, "INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", key, payload, text)
+        self.keep_packed_turns([packed(trajectory, context)])
+
+    def keep_packed_turns(self, turns: Sequence[Packed]) -> None:
+        """``keep_turn`` for several trajectories that are ``packed`` already."""
+        self._put(turns, TURNS, lambda row: self._change(row.name, TURN, row.key, row.payload, row.context))
+
+    def _put(self, rows: Sequence[Packed], many: str, one: Callable[[Packed], int]) -> None:
+        """Write all of ``rows`` or none."""
+        if len(rows) == 1:
+            one(rows[0])
+        elif rows:
+            with self.batch():
+                for portion in portions(rows):
+                    self._put_together(portion, many, one)
+
+    def _put_together(self, rows: Sequence[Packed], many: str, one: Callable[[Packed], int]) -> None:
+        try:
+            self._run(many, *arguments(rows))
+        except sqlite3.IntegrityError:  # one of them is refused; which, only one at a time tells
+            for row in rows:
+                one(row)
 
     def turns(self) -> list[tuple[Trajectory, dict[str, Any]]]:
         """What is in flight and had ended a turn, with what ``keep_turn`` was given, by group and sibling."""
@@ -203,12 +236,26 @@ class Ledger:
     def settle(self, trained: Iterable[str], step: int) -> None:
         """Record that these trajectories were trained in optimizer step ``step``; groups must be whole."""
         names = list(trained)
+        keys = [self._key(name) for name in names]
         with self.batch():
-            keys = [self._key(name) for name in names]
-            for name, key in zip(names, keys, strict=True):
-                self._change_known(name, "UPDATE trajectories SET state = 'trained', step = ? WHERE key = ?", step, key)
+            if not self._train_together(names, keys, step):
+                for name, key in zip(names, keys, strict=True):
+                    self._change_known(name, TRAINED_ONE, step, key)
             self._run("UPDATE meta SET value = CAST(value AS INTEGER) + ? WHERE key = 'trained'", len(names))
             self._check_whole({key // SPAN for key in keys})
+
+    def _train_together(self, names: Sequence[str], keys: Sequence[int], step: int) -> bool:
+        """Whether one statement could do it; where not, it has changed nothing."""
+        if len(set(keys)) < len(keys):
+            return False
+        try:
+            changed = self._run(TRAINED, step, json.dumps(keys)).rowcount
+        except sqlite3.IntegrityError:
+            return False
+        if changed < len(keys):
+            unknown = self._run(UNKNOWN, json.dumps(keys)).fetchone()[0]
+            raise self._unknown(names[keys.index(unknown)])
+        return True
 
     def drop(self, trajectory_id: str, reason: str, step: int, trajectory: Trajectory | None = None) -> None:
         """Record that a trajectory will not be trained.

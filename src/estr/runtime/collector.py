@@ -33,7 +33,7 @@ from estr.schedule import Group, Schedule, Ticket, Waiting
 
 CANARY_TOLERANCE = 1e-3
 _POLL = 0.25
-_PAUSE, _PAUSES = 0.01, 5  # seconds between looks at what else came, before what came is made durable together
+_PAUSE, _PAUSES = 0.01, 10  # seconds between looks at what else came, before what came is made durable together
 
 
 class Journal(Protocol):
@@ -188,10 +188,7 @@ class Collector:
             if sum(isinstance(event, Finished) for event in events) >= missing:
                 break
             time.sleep(_PAUSE)
-            more = self._pool.events(0.0)
-            if not more:
-                break
-            events += more
+            events += self._pool.events(0.0)
         return events
 
     def _in_order(self, groups: list[Group]) -> list[Group]:

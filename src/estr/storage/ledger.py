@@ -184,13 +184,9 @@ class Ledger:
         return name
 
     def _issue(self, name: str, key: int, group: int, sibling: int, attempt: int, seed: int) -> None:
-        again = "UPDATE trajectories SET issues = issues + 1 WHERE key = ? AND state = 'issued' AND seed = ?"
-        if not self._change(name, again, key, seed):
-            self._change(
-                name,
-                "INSERT INTO trajectories (key, id, number, sibling, attempt, seed) VALUES (?, ?, ?, ?, ?, ?)",
-                *(key, name, group, sibling, attempt, seed),
-            )
+        values = (key, name, group, sibling, attempt, seed)
+        if not self._change(name, f"{_ISSUE} {_AGAIN}", *values):
+            self._change(name, _ISSUE, *values)  # refused, with the reason
 
     def finish(self, *trajectories: Trajectory) -> None:
         """Put trajectories that were in flight into the spool; only after this may the learner see them."""
@@ -547,6 +543,9 @@ class Ledger:
 
 
 _OF_GROUP = f"key BETWEEN ?1 * {SPAN} AND ?1 * {SPAN} + {SPAN - 1}"
+
+_ISSUE = "INSERT INTO trajectories (key, id, number, sibling, attempt, seed) VALUES (?, ?, ?, ?, ?, ?)"
+_AGAIN = "ON CONFLICT (key) DO UPDATE SET issues = issues + 1 WHERE state = 'issued' AND seed = excluded.seed"
 
 _ISSUED = (
     "SELECT number, sibling, attempt, seed, size, task_id, prompt, group_key, version, issues "

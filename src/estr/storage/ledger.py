@@ -12,19 +12,16 @@ trajectory is one statement, which the database does whole or not at all.
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from estr.errors import RunError
 from estr.storage import encoding
 from estr.storage.encoding import clean_text
-from estr.storage.files import disk_errors
+from estr.storage.ledger_database import LedgerDatabase
 from estr.storage.ledger_rows import (
     RESULT,
     RESULTS,
@@ -38,7 +35,7 @@ from estr.storage.ledger_rows import (
     packed,
     portions,
 )
-from estr.storage.ledger_schema import FORMAT, PRAGMAS, SCHEMA, SPAN, key_of, key_of_id
+from estr.storage.ledger_schema import SPAN, key_of, key_of_id
 from estr.storage.spool import decode_trajectory, encode_trajectory
 from estr.trajectory import Trajectory, trajectory_id
 
@@ -86,7 +83,7 @@ class Rewind:
     in_flight: list[Issued]
 
 
-class Ledger:
+class Ledger(LedgerDatabase):
     """The ledger and spool of a run (``spool/ledger.sqlite``); safe to call from several threads of one process.
 
     Raises:
@@ -95,58 +92,12 @@ class Ledger:
     """
 
     def __init__(self, run: Any) -> None:
-        self.path = Path(getattr(run, "ledger_path", run))
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._begun = False  # whether the outermost batch has begun its transaction
+        super().__init__(run)
         self._group: tuple[int, int, str] | None = None  # the newest that is known to be there as this
-        with disk_errors("open the ledger", self.path), self._errors():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
-            try:
-                self._prepare()
-            except BaseException:
-                self._connection.close()
-                raise
-
-    # ------------------------------------------------------------------ transactions
-
-    @contextmanager
-    def batch(self) -> Iterator[None]:
-        """One transaction for all calls inside; they are durable when the block ends, or undone if it raises."""
-        with self._lock, self._errors():
-            level = f"level_{self._depth}" if self._depth else None
-            if level is not None:
-                self._run(f"SAVEPOINT {level}")
-            self._depth += 1
-            try:
-                yield
-                if self._begun:
-                    self._run("COMMIT" if level is None else f"RELEASE {level}")
-            except BaseException:
-                self._undo(level)
-                raise
-            finally:
-                self._depth -= 1
-                self._begun = self._begun and self._depth > 0
 
     def _undo(self, level: str | None) -> None:
         self._group = None
-        if not self._connection.in_transaction:
-            return
-        if level is None:
-            self._run("ROLLBACK")
-        else:
-            self._run(f"ROLLBACK TO {level}")
-            self._run(f"RELEASE {level}")
-
-    def _begin(self) -> None:
-        """Begin the transaction of a batch, if it has not begun: one in which nothing happens costs nothing."""
-        if not self._begun:
-            self._connection.execute("BEGIN IMMEDIATE")
-            self._begun = True
-        elif not self._connection.in_transaction:
-            raise RunError(f"the ledger {self.path} has undone this batch after an earlier failure")
+        super()._undo(level)
 
     # ------------------------------------------------------------------ a trajectory's life
 
@@ -401,47 +352,7 @@ class Ledger:
                     self._run(f"DELETE FROM {table} WHERE key >= ?", first * SPAN)
             self._run("DELETE FROM groups WHERE number >= ?", first)
 
-    def close(self) -> None:
-        with self._lock:
-            self._connection.close()
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ------------------------------------------------------------------ inside
-
-    def _prepare(self) -> None:
-        for pragma in PRAGMAS:
-            self._connection.execute(pragma)
-        if not self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-            self._connection.executescript(
-                f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO meta VALUES ('format', '{FORMAT}'); COMMIT;"
-            )
-        (found,) = self._connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone() or (None,)
-        if found != FORMAT:
-            raise RunError(
-                f"the ledger {self.path} was written by another version of estr (its format is {found}, this one reads "
-                f"{FORMAT}): go on with that version, or start a new run with model.path = the last checkpoint"
-            )
-
-    def _run(self, sql: str, *values: Any) -> sqlite3.Cursor:
-        if self._depth:
-            self._begin()
-        return self._connection.execute(sql, values)
-
-    def _query(self, sql: str, *values: Any) -> list[Any]:
-        with self._lock, self._errors():
-            return self._run(sql, *values).fetchall()
-
-    def _one(self, sql: str, *values: Any) -> int:
-        rows = self._query(sql, *values)
-        try:
-            return int(rows[0][0])
-        except (IndexError, TypeError, ValueError) as error:
-            raise RunError(f"the ledger {self.path} failed: {_CAUSES['SQLITE_CORRUPT']}") from error
 
     def _change(self, name: str, sql: str, *values: Any) -> int:
         """Run one statement about a trajectory; how many rows it changed. What the database refuses names the
@@ -529,18 +440,6 @@ class Ledger:
         state = f" (it is {known[0][0]}{'' if known[0][1] is None else f' in step {known[0][1]}'})" if known else ""
         return RunError(f"the ledger refuses a change of trajectory {name}{state}: {error}")
 
-    def _failure(self, error: sqlite3.Error) -> RunError:
-        return RunError(f"the ledger {os.fspath(self.path)} failed: {_cause(error)}")
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise self._failure(error) from error
-        except UnicodeDecodeError as error:
-            raise RunError(f"the ledger {os.fspath(self.path)} failed: {_CAUSES['SQLITE_CORRUPT']}") from error
-
 
 _OF_GROUP = f"key BETWEEN ?1 * {SPAN} AND ?1 * {SPAN} + {SPAN - 1}"
 
@@ -561,18 +460,3 @@ SELECT number, size, trained FROM (
     FROM groups g WHERE number IN (SELECT value FROM json_each(?))
 ) WHERE trained NOT IN (0, size)
 """
-
-_CAUSES = {
-    "SQLITE_FULL": "the disk is full; free some space and resume the run",
-    "SQLITE_READONLY": "it is read-only; make the run directory writable and resume",
-    "SQLITE_CANTOPEN": "it cannot be opened; is the run directory writable?",
-    "SQLITE_IOERR": "the disk reported an input/output error; check it before you resume",
-    "SQLITE_BUSY": "another process keeps it locked; end that process and resume",
-    "SQLITE_CORRUPT": "it is damaged; restore it from a copy, or start a new run from a checkpoint",
-    "SQLITE_NOTADB": "it is not a ledger; restore it from a copy, or start a new run from a checkpoint",
-}
-
-
-def _cause(error: sqlite3.Error) -> str:
-    name = getattr(error, "sqlite_errorname", "") or ""
-    return next((text for prefix, text in _CAUSES.items() if name.startswith(prefix)), str(error))

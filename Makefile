@@ -66,7 +66,7 @@ soak: $(INSTALLED)
 
 # Ratios against what people would use instead, in about 25 minutes on two quiet cores; peers that are not installed are
 # left out and told. Results go to benchmarks/results, the page made from them to docs/performance.md.
-BENCHMARKS := generation learner whole_step overlap publication bookkeeping
+BENCHMARKS := generation learner whole_step overlap publication bookkeeping durability objectives
 bench: $(INSTALLED)
 	for name in $(BENCHMARKS); do \
 		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; \

@@ -1,17 +1,17 @@
 """What durability costs: the share of a step that the learner's loop spends in ledger, rollouts, metrics, checkpoints.
 
-    python benchmarks/durability.py [--config examples/quickstart.toml] [--steps 50]
+    python -m benchmarks.durability [--config examples/quickstart.toml] [--steps 50] [--json FILE] [--short]
 
 A run of `calculator` as in the quickstart, without evaluations, with `WARM` steps that are not counted and then --steps
 that are, one checkpoint among them. Functions of the storage room are timed where the loop calls them, on the clock and
-in processor time, each without what it calls of another kind; in a row of its own what fell into the loop's waiting
-for trajectories, where it holds up nothing but the newest of them. Beside it stands the processor time of the thread
-that writes rollouts, which the loop does not wait for.
+in processor time, each without what it calls of another kind. What falls into the loop's waiting for trajectories is
+hidden where the loop goes on waiting afterwards: the batch was not there yet. Work before the first wait and the filing
+of the events that completed the batch count. Beside it stands the processor time of the thread that writes rollouts,
+which the loop does not wait for.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import sys
@@ -23,8 +23,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import results
+from benchmarks.common.timing import Spread
 from estr.cli.main import main as estr
 from estr.runtime.accounting import Accounting
+from estr.runtime.collector import Collector
 from estr.runtime.journal import RunJournal
 from estr.runtime.saving import CheckpointStore
 from estr.storage import rollout_files
@@ -34,7 +37,7 @@ from estr.storage.rollout_files import RolloutWriter
 
 WARM = 5
 AIM = 0.02
-WAITING = ", while it waits"
+HIDDEN = ", hidden in waiting"
 TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (
         "ledger",
@@ -57,6 +60,8 @@ class Clock:
         self.calls: dict[str, int] = defaultdict(int)
         self.background = 0.0
         self.waiting = False
+        self._gathered = False  # whether this wait has slept yet
+        self._since: list[tuple[str, float, float]] = []  # what this wait did since it last slept
         self._inner: list[list[float]] = []
         self._thread = threading.get_ident()
 
@@ -65,7 +70,6 @@ class Clock:
         if threading.get_ident() != self._thread:
             yield
             return
-        kind += WAITING * self.waiting
         self._inner.append([0.0, 0.0])
         begun = time.perf_counter(), time.thread_time()
         try:
@@ -73,11 +77,24 @@ class Clock:
         finally:
             took = time.perf_counter() - begun[0], time.thread_time() - begun[1]
             inside = self._inner.pop()
-            self.wall[kind] += took[0] - inside[0]
-            self.processor[kind] += took[1] - inside[1]
-            self.calls[kind] += 1
+            self._count(kind, took[0] - inside[0], took[1] - inside[1])
             if self._inner:
                 self._inner[-1] = [a + b for a, b in zip(self._inner[-1], took, strict=True)]
+
+    def _count(self, kind: str, wall: float, processor: float) -> None:
+        if self.waiting:
+            self._since.append((kind, wall, processor))
+            return
+        self.wall[kind] += wall
+        self.processor[kind] += processor
+        self.calls[kind] += 1
+
+    def _settle(self, *, hidden: bool) -> None:
+        """Count what was done in a wait, now that it is known whether the wait went on."""
+        since, self._since, waiting, self.waiting = self._since, [], self.waiting, False
+        for kind, wall, processor in since:
+            self._count(kind + HIDDEN * hidden, wall, processor)
+        self.waiting = waiting
 
     def wrap(self, kind: str, holder: Any, name: str) -> None:
         real: Callable[..., Any] = getattr(holder, name)
@@ -115,13 +132,24 @@ class Clock:
         @contextlib.contextmanager
         def noted(accounting: Accounting, kind: str, version: int) -> Iterator[None]:
             with real(accounting, kind, version):
-                self.waiting = kind == "wait"
+                self.waiting, self._gathered = kind == "wait", False
                 try:
                     yield
                 finally:
+                    self._settle(hidden=False)
                     self.waiting = False
 
         Accounting.learner = noted  # type: ignore[method-assign, assignment]
+
+    def wrap_gathering(self) -> None:
+        real = Collector._gather
+
+        def noted(collector: Collector, *arguments: Any) -> Any:
+            self._settle(hidden=self._gathered)
+            self._gathered = True
+            return real(collector, *arguments)
+
+        Collector._gather = noted  # type: ignore[method-assign, assignment]
 
     def wrap_background(self) -> None:
         real = RolloutWriter._store
@@ -173,6 +201,7 @@ def measure(config: Path, steps: int) -> Window:
             clock.wrap(kind, holder, name)
     clock.wrap_batches()
     clock.wrap_waiting()
+    clock.wrap_gathering()
     clock.wrap_background()
     window = Window(clock, steps)
     with tempfile.TemporaryDirectory(prefix="estr-durability-", dir=".") as directory:
@@ -183,29 +212,33 @@ def measure(config: Path, steps: int) -> Window:
     return window
 
 
-def report(window: Window, steps: int) -> float:
-    """Print one run; the share of its time that the loop spent on storage."""
-    total = 0.0
-    print(f"{'':38}{'ms a step':>10}{'processor':>11}{'share':>8}{'calls a step':>14}")
+def report(result: results.Result, window: Window, steps: int) -> None:
+    """The rows of one run, and the shares of a step's time."""
+    shown, hidden = 0.0, 0.0
     for kind in sorted(window.end["wall"]):
         wall, processor, calls = (window.difference(name, kind) for name in ("wall", "processor", "calls"))
-        total += wall
-        line = f"{kind:38}{1e3 * wall / steps:>10.2f}{1e3 * processor / steps:>11.2f}{wall / window.seconds:>8.2%}"
-        print(f"{line}{calls / steps:>14.1f}")
+        result.measured(kind, Spread((1e3 * wall / steps,)), "ms a step")
+        result.measured(f"{kind}: processor", Spread((1e3 * processor / steps,)), "ms a step")
+        result.measured(f"{kind}: calls", Spread((calls / steps,)), "a step")
+        shown, hidden = (shown, hidden + wall) if kind.endswith(HIDDEN) else (shown + wall, hidden)
     background = window.end["background"] - window.begin["background"]
-    print(f"{'a whole step':38}{1e3 * window.seconds / steps:>10.2f}")
-    print(f"{'written in background':38}{'':>10}{1e3 * background / steps:>11.2f}{background / window.seconds:>8.2%}")
-    return total / window.seconds
+    result.measured("written in background: processor", Spread((1e3 * background / steps,)), "ms a step")
+    result.measured("a whole step", Spread((1e3 * window.seconds / steps,)), "ms")
+    result.ratio("ledger and storage / a step", Spread((shown / window.seconds,)), AIM, higher=False)
+    result.ratio("the same, with what is hidden in waiting", Spread(((shown + hidden) / window.seconds,)), higher=False)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = results.parser(__doc__, repeats=1)
     parser.add_argument("--config", type=Path, default=Path("examples/quickstart.toml"))
     parser.add_argument("--steps", type=int, default=50)
-    given = parser.parse_args()
-    share = report(measure(given.config, given.steps), given.steps)
-    print(f"ledger and storage: {share:.2%} of a step's time; aim {AIM:.0%}: {'yes' if share <= AIM else 'NO'}")
-    return 0 if share <= AIM else 1
+    arguments = parser.parse_args()
+    if arguments.short:
+        arguments.steps = 2
+    result = results.begin("durability", arguments, config=str(arguments.config), steps=arguments.steps)
+    report(result, measure(arguments.config, arguments.steps), arguments.steps)
+    results.finish(result, arguments.json)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Forward and backward of each recipe against grpo on the same tokens: what an objective costs beside the model.
 
-    python benchmarks/objectives.py [--tokens 1000000] [--repeats 7] [--threads 1] [--recipes estr,icepop] [--short]
+    python -m benchmarks.objectives [--tokens 1000000] [--recipes estr,icepop] [--json FILE] [--short]
 
 A flat batch of float32 tokens is made once; what is timed is ``objective(batch)`` and ``loss.backward()`` down to
 log π, metrics included. Every measurement of a recipe stands right after one of grpo, and the ratio is taken pair by
@@ -9,14 +9,12 @@ pair, so that what else goes on in the machine cancels. Median and range over th
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
-import statistics
 import time
 
 import torch
 
+from benchmarks.common import results
+from benchmarks.common.timing import Spread
 from estr import TokenBatch, objective, recipes
 
 BASE = "grpo"
@@ -79,57 +77,31 @@ def seconds(name: str, batch: TokenBatch) -> float:
     return time.perf_counter() - start
 
 
-def measure(name: str, batch: TokenBatch, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of the recipe, and its time over grpo's right before it."""
+def measure(name: str, batch: TokenBatch, repeats: int) -> tuple[Spread, Spread]:
+    """Milliseconds of the recipe, and its time over grpo's right before it."""
     seconds(BASE, batch), seconds(name, batch)
-    times, ratios = [], []
-    for _ in range(repeats):
-        base = seconds(BASE, batch)
-        own = seconds(name, batch)
-        times.append(own)
-        ratios.append(own / base)
-    return times, ratios
-
-
-def spread(values: list[float], scale: float = 1.0) -> str:
-    low, middle, high = min(values) * scale, statistics.median(values) * scale, max(values) * scale
-    return f"{middle:8.2f} ({low:.2f} to {high:.2f})"
-
-
-def processor() -> str:
-    """The processor's name where the system tells it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    pairs = [(seconds(BASE, batch), seconds(name, batch)) for _ in range(repeats)]
+    return Spread(tuple(1000 * own for _, own in pairs)), Spread(tuple(own / base for base, own in pairs))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = results.parser(__doc__, repeats=7)
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--recipes", default="", help="names separated by commas; default: all")
-    parser.add_argument("--short", action="store_true", help="few tokens, to show that it works")
     arguments = parser.parse_args()
-    tokens, repeats = arguments.tokens, arguments.repeats
     if arguments.short:
-        tokens, repeats = 50_000, 3
+        arguments.tokens, arguments.repeats = 50_000, 3
     torch.set_num_threads(arguments.threads)
     names = arguments.recipes.split(",") if arguments.recipes else list(recipes())
-    print(
-        f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s), torch {torch.__version__}, "
-        f"{tokens:,} tokens in float32, {repeats} pairs"
-    )
-    print(f"{'recipe':<34} {'ms':>8} {'':<20} {'of grpo':>9}")
-    batches = {topk: make_batch(tokens, topk) for topk in {"topk_logprob" in objective(name).needs for name in names}}
+    result = results.begin("objectives", arguments, tokens=arguments.tokens)
+    batches = {
+        topk: make_batch(arguments.tokens, topk) for topk in {"topk_logprob" in objective(name).needs for name in names}
+    }
     for name in names:
-        times, ratios = measure(name, batches["topk_logprob" in objective(name).needs], repeats)
-        verdict = ""
-        if name == "estr":
-            verdict = f"  aim {AIM}: {'met' if statistics.median(ratios) <= AIM else 'missed'}"
-        print(f"{name:<34} {spread(times, 1000):<29} {spread(ratios)}{verdict}")
+        milliseconds, ratio = measure(name, batches["topk_logprob" in objective(name).needs], arguments.repeats)
+        result.measured(name, milliseconds, "ms")
+        result.ratio(f"{name} / {BASE}", ratio, AIM if name == "estr" else None, higher=False)
+    results.finish(result, arguments.json)
 
 
 if __name__ == "__main__":

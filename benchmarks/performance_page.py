@@ -22,6 +22,8 @@ TITLES = {
     "overlap": "Overlap of generation and training",
     "publication": "Weights to running engines",
     "bookkeeping": "Bookkeeping",
+    "durability": "Ledger and storage in a run",
+    "objectives": "Objectives, forward and backward",
     "gpu": "On a GPU",
 }
 HEAD = """# Performance

@@ -31,6 +31,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("bookkeeping", "in memory: trajectories a second"),
         ("overlap", "50 ms: bound / async"),
         ("gpu", "generation: estr / generate"),
+        ("objectives", "estr / grpo"),
+        ("durability", "ledger and storage / a step"),
         ("whole_step", None),
     ],
 )

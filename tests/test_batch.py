@@ -1,5 +1,7 @@
 """TokenBatch: what it accepts, what it refuses, and how padded rows become one."""
 
+import re
+
 import pytest
 import torch
 
@@ -226,3 +228,27 @@ def test_concatenate_refuses_what_does_not_fit():
         TokenBatch.concatenate([make(), make(behavior_entropy=torch.ones(3))])
     with pytest.raises(ValueError, match="target_version"):
         TokenBatch.concatenate([make(target_version=1), make(target_version=2)])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("behavior_logprob", "x", "behavior_logprob must be a tensor or an array of numbers, got 'x'"),
+        ("reward", object, "reward must be a tensor"),
+        ("topk_ids", torch.tensor(0), "topk_ids must have shape [2, K], got []"),
+        ("sequences", "2", "sequences must be a whole number, got '2'"),
+        ("target_version", 2.5, "target_version must be a whole number, got 2.5"),
+    ],
+)
+def test_what_is_no_tensor_or_number_is_refused_by_name(field, value, sentence):
+    values = {"logprob": torch.zeros(2), "behavior_logprob": torch.zeros(2), "advantage": torch.ones(2)}
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        TokenBatch(**{**values, "sequence": torch.tensor([0, 1]), field: value})
+
+
+def test_padded_top_k_without_its_last_axis_is_refused():
+    rows = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match=re.escape("topk_ids must have shape [B, T, K], got []")):
+        TokenBatch.from_padded(
+            mask=rows == 0, logprob=rows, behavior_logprob=rows, advantage=rows, topk_ids=torch.tensor(0)
+        )

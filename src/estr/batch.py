@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, fields
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from estr.errors import nearest
+from estr.errors import nearest, shown
 
 _GRAPH = ("logprob", "entropy", "topk_logprob")  # fields that may carry the graph of the current policy
 _TOKEN_FLOAT = (
@@ -147,15 +148,20 @@ class TokenBatch:
             _check_shape(name, getattr(self, name), [N], self.logprob.device)
         given = [name for name in _TOPK if getattr(self, name) is not None]
         if given:
-            width = getattr(self, given[0]).shape[-1]
+            first = getattr(self, given[0])
+            if first.dim() != 2:
+                raise ValueError(f"{given[0]} must have shape [{N}, K], got {list(first.shape)}")
+            width = first.shape[-1]
             for name in given:
                 _check_shape(name, getattr(self, name), [N, width], self.logprob.device)
         if self.target_version is not None:
-            self.target_version = int(self.target_version)
+            self.target_version = _whole("target_version", self.target_version)
 
     def _count_sequences(self) -> int:
+        if self.sequences is not None:
+            self.sequences = _whole("sequences", self.sequences)
         if self.tokens == 0:
-            return int(self.sequences or 0)
+            return self.sequences or 0
         steps = self.sequence.diff()
         falling = (steps < 0).any().to(torch.int64)
         first, last, broken = torch.stack([self.sequence[0], self.sequence[-1], falling]).tolist()
@@ -163,9 +169,9 @@ class TokenBatch:
             raise ValueError("sequence must be non-decreasing and start at 0 or above; sort the tokens by sequence")
         if self.sequences is None:
             return int(last) + 1
-        if last >= int(self.sequences):
+        if last >= self.sequences:
             raise ValueError(f"sequence holds index {last}, but sequences is {self.sequences}")
-        return int(self.sequences)
+        return self.sequences
 
     def _check_sequences(self) -> None:
         for name in _SEQUENCE:
@@ -189,7 +195,7 @@ class TokenBatch:
 
 
 def _convert(name: str, value: Any) -> Tensor:
-    tensor = torch.as_tensor(value)
+    tensor = _as_tensor(name, value)
     if name in _INTEGER or name == "sequence":
         if (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool) and tensor.numel():
             raise ValueError(f"{name} must hold integers, got {tensor.dtype}")
@@ -199,6 +205,20 @@ def _convert(name: str, value: Any) -> Tensor:
     if not tensor.is_floating_point() or tensor.element_size() < 4:
         tensor = tensor.to(torch.float32)
     return tensor if name in _GRAPH else tensor.detach()
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be a tensor or an array of numbers, got {shown(value)}") from error
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {shown(value)}") from None
 
 
 def _check_shape(name: str, value: Tensor | None, shape: list[int], device: torch.device) -> None:
@@ -223,7 +243,9 @@ def _check_names(values: dict[str, Any]) -> None:
 def _select(name: str, value: Any, mask: Tensor, sequence: Tensor) -> Any:
     if value is None or name == "target_version":
         return value
-    tensor, rows = torch.as_tensor(value), list(mask.shape)
+    tensor, rows = _as_tensor(name, value), list(mask.shape)
+    if name in _TOPK and tensor.dim() != 3:
+        raise ValueError(f"{name} must have shape [B, T, K], got {list(tensor.shape)}")
     if name in _SEQUENCE or (name == "advantage" and tensor.dim() == 1):
         _check_shape(name, tensor, rows[:1], mask.device)
         return tensor[sequence] if name == "advantage" else tensor

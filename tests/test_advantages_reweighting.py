@@ -361,3 +361,18 @@ def test_reweighting_names_shapes_and_table():
     with pytest.raises(ValueError, match="logprob must have shape"):
         reweighting("stare").weights(torch.ones(3), logprob=torch.zeros(3, 1))
     assert math.isclose(reweightings()["stare"].hyperparameters["fraction"], 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("stare", "step", -0.01),  # would move the weights away from the target
+        ("stare", "positive_max", 0.5),  # adapted weights below 1 and, below 0, advantages of the wrong sign
+        ("stare", "negative_min", -1.0),
+        ("gtpo", "alpha1", -1.0),
+        ("gtpo", "alpha2", math.nan),
+    ],
+)
+def test_options_that_would_turn_the_rule_around_are_refused(name, option, value):
+    with pytest.raises(ValueError, match=option):
+        reweighting(name, **{option: value})

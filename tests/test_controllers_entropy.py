@@ -208,3 +208,8 @@ def test_table_and_refusals():
         regularizer("tecr")
     with pytest.raises(ValueError, match="rho"):
         regularizer("aer", rho=0)
+
+
+def test_aer_refuses_a_negative_initial_entropy():
+    with pytest.raises(ValueError, match="initial_entropy"):
+        regularizer("aer", initial_entropy=-1.0)

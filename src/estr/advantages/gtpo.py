@@ -42,6 +42,8 @@ class Gtpo(Reweighting):
     def __post_init__(self) -> None:
         choose("level", self.level, ("token", "sequence"))
         within("eps", self.eps, 0.0, open_low=True)
+        within("alpha1", self.alpha1, 0.0)
+        within("alpha2", self.alpha2, 0.0)
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -52,6 +52,9 @@ class Stare(Reweighting):
         within("fraction", self.fraction, 0.0, 1.0, open_low=True)
         within("positive", self.positive, 0.0, open_low=True)
         within("negative", self.negative, 0.0, open_low=True)
+        within("step", self.step, 0.0)
+        within("positive_max", self.positive_max, 1.0)
+        within("negative_min", self.negative_min, 0.0, 1.0)
         self.weight_positive, self.weight_negative = self.positive, self.negative
 
     @property

@@ -55,6 +55,8 @@ class AdaptiveEntropy(EntropyRegularizer):
         within("eta", self.eta, 0.0)
         within("initial_alpha", self.initial_alpha, 0.0)
         within("delta", self.delta, 0.0)
+        if self.initial_entropy is not None:
+            within("initial_entropy", self.initial_entropy, 0.0)
         choose("difficulty", self.difficulty, ("relative", "absolute"))
         choose("controller", self.controller, ("proportional", "step"))
         choose("aggregate", self.aggregate, ("prompt", "token"))

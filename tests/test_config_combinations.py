@@ -30,6 +30,11 @@ def test_a_ratio_that_counts_twice_is_refused(sets, ratio):
         validate(*sets, *SEVERAL)
 
 
+def test_the_refusal_says_how_a_weight_that_only_looks_at_the_ratio_is_let_through():
+    with pytest.raises(UsageError, match=r'says factor=""$'):
+        validate("recipe=verl/bypass_ppo_clip", "rollout_is=token", *SEVERAL)
+
+
 def test_no_recipe_counts_a_ratio_twice_at_its_defaults():
     assert [name for name in recipes() if objective(name).composition.counted_twice] == []
 

@@ -38,7 +38,8 @@ def _refuse_double_counting(recipe: Objective) -> None:
     raise UsageError(
         f"objective.recipe: {recipe.name!r} as configured counts the ratio {ratios} twice, in its weight ({weights}) "
         f"and in its surrogate ({recipe.composition.surrogate.name}); switch the weight off or choose a recipe that "
-        "corrects once, such as 'tis'"
+        "corrects once, such as 'tis'; a part of your own that reads a ratio and does not multiply by it says "
+        'factor=""'
     )
 
 

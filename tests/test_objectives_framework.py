@@ -70,6 +70,33 @@ def test_values_are_checked(recipe, options):
         objective(recipe, **options)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_infinity_is_refused_where_it_would_make_the_loss_infinite(name):
+    """Where it is allowed it switches a bound off: loss and gradient stay finite."""
+    for hyperparameter in recipes()[name].hyperparameters:
+        try:
+            chosen = objective(name, **{hyperparameter: math.inf})
+        except ValueError as error:
+            assert hyperparameter in str(error)  # noqa: PT017 - either outcome is right
+            continue
+        batch = everything()
+        out = chosen(batch, generator=torch.Generator().manual_seed(0))
+        assert out.loss.isfinite(), hyperparameter
+        assert all(g.isfinite().all() for g in gradients(out.loss, batch)), hyperparameter
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ALL if recipes()[name].hyperparameters.get("rollout_rs") == "seq_mean_k1"]
+)
+def test_an_infinite_rejection_threshold_rejects_nothing(name):
+    assert objective(name, rollout_rs_threshold=math.inf)(everything()).keep.all()
+
+
+def test_score_centering_refuses_a_band_without_an_inside():
+    with pytest.raises(ValueError, match=r"low .3. must not exceed high .2."):
+        objective("score_centering", weight="band", low=3, high=2)
+
+
 def test_integers_are_numbers_and_hyperparameters_come_back_complete():
     o = objective("estr", tau=2)
     assert o.hyperparameters == {
@@ -296,6 +323,14 @@ def test_parts_and_compositions_are_checked():
 def test_statistics_of_another_recipe_are_refused():
     with pytest.raises(ValueError, match=r"'tis'.*'icepop'"):
         objective("icepop")(f8(), statistics=objective("tis").statistics(f8()))
+
+
+def test_what_are_no_statistics_and_no_counts_is_refused():
+    with pytest.raises(ValueError, match=r"statistics must come from .*statistics\(batches\), got \{'tau': 1\}"):
+        objective("icepop")(f8(), statistics={"tau": 1})
+    for count in (math.nan, math.inf, "3", -1):
+        with pytest.raises(ValueError, match=f"token_count must be a number of at least 0, got {count!r}"):
+            objective("icepop")(f8(), token_count=count)
 
 
 @pytest.mark.parametrize("name", ALL)

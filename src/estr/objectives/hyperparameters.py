@@ -31,6 +31,7 @@ class Number(Parameter):
     open_low: bool = False  # the lower end itself is refused
     optional: bool = False  # None is allowed
     integer: bool = False
+    finite: bool = False  # infinity is refused
 
     def check(self, value: Any) -> Any:
         if value is None and self.optional:
@@ -42,7 +43,8 @@ class Number(Parameter):
         except OverflowError:  # a whole number beyond every float
             raise ValueError(f"must be {self.allowed}, got {shown(value)}") from None
         above = number > self.low if self.open_low else number >= self.low
-        if math.isnan(number) or not above or number > self.high or (self.integer and number != int(number)):
+        shaped = (math.isfinite(number) or not self.finite) and (not self.integer or number.is_integer())
+        if math.isnan(number) or not above or number > self.high or not shaped:
             raise ValueError(f"must be {self.allowed}, got {shown(value)}")
         return int(number) if self.integer else number
 
@@ -72,16 +74,20 @@ def number(
     *,
     open_low: bool = False,
     optional: bool = False,
+    finite: bool = False,
 ) -> Parameter:
-    """A number in [low, high], or (low, high] where ``open_low``; None is allowed where it is the default."""
+    """A number in [low, high], or (low, high] where ``open_low``; None is allowed where it is the default.
+
+    ``finite`` refuses infinity, where it would not switch something off but make the loss infinite.
+    """
     bounds = []
     if low > -math.inf:
         bounds.append(f"above {low:g}" if open_low else f"at least {low:g}")
     if high < math.inf:
         bounds.append(f"at most {high:g}")
-    words = "a number" + (" " + " and ".join(bounds) if bounds else "")
+    words = ("a finite number" if finite else "a number") + (" " + " and ".join(bounds) if bounds else "")
     optional = optional or default is None
-    return Number(default, words + (" or None" if optional else ""), low, high, open_low, optional)
+    return Number(default, words + (" or None" if optional else ""), low, high, open_low, optional, finite=finite)
 
 
 def bound(default: float | None, low: float = 0.0) -> Parameter:

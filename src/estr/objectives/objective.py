@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from estr.batch import TokenBatch
-from estr.errors import nearest
+from estr.errors import nearest, shown
 from estr.objectives import metrics as measures
 from estr.objectives.composition import Part, Recipe
 from estr.objectives.context import Context
@@ -125,6 +125,8 @@ class Objective:
     def _measured(self, context: Context, statistics: Statistics | None) -> tuple[Any, ...]:
         if statistics is None:
             return tuple(_measure(part, context) for part in self.composition.parts)
+        if not isinstance(statistics, Statistics):
+            raise ValueError(f"statistics must come from this objective's statistics(batches), got {shown(statistics)}")
         if statistics.recipe != self.name:
             raise ValueError(f"these statistics were taken by recipe {statistics.recipe!r}, not by {self.name!r}")
         return statistics.measured

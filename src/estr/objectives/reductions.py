@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from estr.errors import shown
 from estr.objectives.context import Context, segment_sum
 
 
@@ -22,8 +25,10 @@ class Denominator:
 
     def __post_init__(self) -> None:
         for name, count in (("token_count", self.tokens), ("sequence_count", self.sequences)):
-            if isinstance(count, int) and count < 0:
-                raise ValueError(f"{name} must not be negative, got {count}")
+            if isinstance(count, Tensor):  # as the learner counts on a device, without waiting for it
+                continue
+            if not isinstance(count, Real) or not 0 <= count < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0, got {shown(count)}")
 
     def token_total(self, keep: Tensor) -> int | Tensor:
         if self.mode == "all":

@@ -43,6 +43,8 @@ def score_centered(weight: str, cap: float, low: float, high: float) -> Surrogat
     -A (sg(w(p_y/μ_y)) log p_y - sum_v sg(μ_v w(p_v/μ_v) - alpha p_v) log p_v), with alpha = rho w(1/rho) and rho the
     quotient of the two tails. w(r): "truncate" min(r, cap), "none" 1, "band" r inside [low, high] and 0 outside.
     """
+    if weight == "band" and low > high:
+        raise ValueError(f"low ({low:g}) must not exceed high ({high:g})")
 
     def w(ratio: Tensor) -> Tensor:
         if weight == "none":

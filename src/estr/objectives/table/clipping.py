@@ -79,9 +79,9 @@ RECIPES = (
         source="arXiv 2601.03723",
         confidence="reading of the abstract",
         parameters={
-            "base": number(0.2, 0),
-            "advantage_gain": number(0.5, 0),
-            "variance_gain": number(0.5, 0),
+            "base": number(0.2, 0, finite=True),
+            "advantage_gain": number(0.5, 0, finite=True),
+            "variance_gain": number(0.5, 0, finite=True),
             "success": number(0.5),
         },
         compose=lambda h: Composition(surrogates.elastic(h.base, h.advantage_gain, h.variance_gain, h.success)),
@@ -124,8 +124,8 @@ RECIPES = (
         source="arXiv 2511.20347; verl, TRL, AReaL, ms-swift",
         confidence="official code",
         parameters={
-            "tau_positive": number(1.0, 0, open_low=True),
-            "tau_negative": number(1.05, 0, open_low=True),
+            "tau_positive": number(1.0, 0, open_low=True, finite=True),
+            "tau_negative": number(1.05, 0, open_low=True, finite=True),
             **anchor("U", "E"),
         },
         compose=lambda h: Composition(
@@ -140,7 +140,7 @@ RECIPES = (
         source="arXiv 2512.00499",
         confidence="notes on the paper",
         parameters={
-            "alpha": number(0.5, 0),
+            "alpha": number(0.5, 0, finite=True),
             "vocabulary": integer(151_936, 2),
             "low_entropy": number(0.2, 0),
             "high_entropy": number(1.0, 0),

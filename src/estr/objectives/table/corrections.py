@@ -22,6 +22,8 @@ def _decoupled(h: SimpleNamespace) -> Composition:
 
 def _mis(h: SimpleNamespace) -> Composition:
     lower = 1 / h.upper if h.lower is None else h.lower
+    if lower > h.upper:
+        raise ValueError(f"lower ({lower:g}) must not exceed upper ({h.upper:g})")
     low = lower if h.mode == "clip" else 0.0
     cap = None if h.mode == "mask" else h.upper
     gate = (gates.band("B", lower, h.upper, h.level),) if h.mode == "mask" else ()

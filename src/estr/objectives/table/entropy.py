@@ -36,7 +36,7 @@ RECIPES = (
         formula="-U·A + 1[top ratio of covariance]·coef·|log U|",
         source="arXiv 2505.22617; PRIME-RL/Entropy-Mechanism-of-RL, verl kl_cov",
         confidence="official code",
-        parameters={"ratio": number(2e-3, 0, 1), "coef": number(1.0, 0)},
+        parameters={"ratio": number(2e-3, 0, 1), "coef": number(1.0, 0, finite=True)},
         compose=lambda h: Composition(covariance.kl_covariance(h.ratio, h.coef)),
         note="2e-3 is the 7B setting, 2e-4 that of 32B. Tokens that tie at the threshold share the penalty.",
     ),

@@ -41,8 +41,8 @@ RECIPES = (
         parameters={
             "scope": choice("token", "sequence"),
             "sign": choice("advantage", "reward"),
-            "positive_weight": number(1.0, 0),
-            "negative_weight": number(1.0, 0),
+            "positive_weight": number(1.0, 0, finite=True),
+            "negative_weight": number(1.0, 0, finite=True),
             **anchor("E", "U"),
         },
         compose=lambda h: Composition(
@@ -59,10 +59,10 @@ RECIPES = (
         source="arXiv 2602.10693; FloyedShen/VESPO, TRL get_gamma_weights",
         confidence="official code",
         parameters={
-            "k_positive": number(2.0, 0),
-            "lambda_positive": number(3.0, 0),
-            "k_negative": number(3.0, 0),
-            "lambda_negative": number(2.0, 0),
+            "k_positive": number(2.0, 0, finite=True),
+            "lambda_positive": number(3.0, 0, finite=True),
+            "k_negative": number(3.0, 0, finite=True),
+            "lambda_negative": number(2.0, 0, finite=True),
             "token_cap": number(None, 0, open_low=True),
         },
         compose=lambda h: Composition(

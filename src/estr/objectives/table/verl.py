@@ -82,7 +82,9 @@ def _rejection(edge: str, name: str, threshold: float | str | None) -> Gate:
     statistic, estimator = name.rsplit("_", 1)
     statistic = statistic.removeprefix("seq_")
     if estimator == "k1":  # the band is on -log r, so that of r is [1/high, 1/low]
-        return gates.divergence(edge, "k1", statistic, math.log(1 / high if low is None else low), math.log(high))
+        return gates.divergence(
+            edge, "k1", statistic, -math.log(high) if low is None else math.log(low), math.log(high)
+        )
     return gates.divergence(edge, estimator, statistic, -math.inf, high)
 
 

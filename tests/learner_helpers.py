@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -65,25 +66,35 @@ def trajectory(
     )
 
 
-def random_segment(rng: np.random.Generator, version: int = 0, longest: int = 14) -> Segment:
-    """Prompt, then actions with a tool's answer between them."""
+def random_segment(
+    rng: np.random.Generator, version: int = 0, longest: int = 14, prompt: Sequence[int] = ()
+) -> Segment:
+    """A prompt, ``prompt`` where one is given, then actions with a tool's answer between them."""
     length = int(rng.integers(4, longest))
     action = rng.random(length) < 0.7
     action[: int(rng.integers(1, 3))] = False
     action[-1] = True
+    action[0] |= bool(prompt)
     count = int(action.sum())
-    tokens = rng.integers(1, VOCABULARY, length).tolist()
-    return segment(tokens, action.tolist(), -rng.exponential(2.0, count), rng.exponential(1.5, count), version)
+    tokens = [*prompt, *rng.integers(1, VOCABULARY, length).tolist()]
+    return segment(
+        tokens,
+        [False] * len(prompt) + action.tolist(),
+        -rng.exponential(2.0, count),
+        rng.exponential(1.5, count),
+        version,
+    )
 
 
 def random_groups(groups: int = 3, siblings: int = 4, seed: int = 0, version: int = 0) -> list[list[Trajectory]]:
-    """Groups whose rewards differ; every third trajectory has two segments."""
+    """Groups whose rewards differ and whose trajectories begin alike; every third trajectory has two segments."""
     rng = np.random.default_rng(seed)
     result = []
     for g in range(groups):
-        members = []
+        members, prompt = [], rng.integers(1, VOCABULARY, g + 2).tolist()
         for s in range(siblings):
-            rows = [random_segment(rng, version) for _ in range(2 if (g * siblings + s) % 3 == 2 else 1)]
+            rows = [random_segment(rng, version, prompt=prompt)]
+            rows += [random_segment(rng, version) for _ in range((g * siblings + s) % 3 == 2)]
             members.append(trajectory(*rows, group=g, sibling=s, reward=float(rng.normal())))
         result.append(members)
     return result

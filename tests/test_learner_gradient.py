@@ -33,7 +33,8 @@ def accumulate(learner: Learner, groups, advantage=None, fresh=True, version=0):
     else:
         rollouts.advantage = torch.tensor(advantage)
     learner._freeze(rollouts, [list(range(len(groups)))])
-    minibatch = Minibatch.of(rollouts, list(range(len(groups))), config.learner.tokens_per_microbatch, learner.device)
+    budget, share = config.learner.tokens_per_microbatch, learner._share
+    minibatch = Minibatch.of(rollouts, list(range(len(groups))), budget, learner.device, share=share)
     learner.optimizer.zero_grad()
     seen = learner._gradient(minibatch, version, fresh, seed=0)
     return gradients(learner.model), seen, minibatch
@@ -155,6 +156,24 @@ def test_extensions_act_and_give_the_same_gradient_for_any_split(name: str) -> N
     assert_same_gradients(results[1][0], results[0][0])
     with pytest.raises(AssertionError):
         assert_same_gradients(results[0][0], plain, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_shared_prompt_gives_the_gradient_of_one_read_by_every_sibling(checkpointing: bool) -> None:
+    groups, model = random_groups(seed=5), tiny_model()
+    near_policy(model, groups)
+    results = []
+    for share in (False, True):
+        config = settings(
+            model={"gradient_checkpointing": checkpointing},
+            learner={"tokens_per_microbatch": 60, "share_prompts": share},
+        )
+        results.append(accumulate(Learner(copy.deepcopy(model), config), groups))
+    (apart, one, rows), (together, other, fewer) = results
+    read = [sum(len(m.tokens) for m in found.microbatches) for found in (rows, fewer)]
+    assert read[1] < 0.9 * read[0]
+    assert_same_gradients(together, apart)
+    assert sorted(torch.cat(one.logprob).tolist()) == pytest.approx(sorted(torch.cat(other.logprob).tolist()), abs=1e-5)
 
 
 def test_fault_B15_the_token_mean_is_over_the_whole_batch() -> None:

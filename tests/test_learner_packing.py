@@ -48,7 +48,7 @@ def test_fault_B16_labels_cross_no_boundary() -> None:
     (microbatch,) = pack([[first], [second]], 100)
     assert microbatch.target.tolist() == [11, 12, 21]
     assert microbatch.tokens[microbatch.predict].tolist() == [10, 11, 20]
-    assert microbatch.position_ids.tolist() == [0, 1, 0]
+    assert microbatch.cu_seqlens.tolist() == [0, 2, 3]
 
 
 def test_fault_B16_packs_of_a_single_token() -> None:
@@ -103,27 +103,52 @@ def test_units_without_actions_are_in_no_microbatch() -> None:
     assert pack([], 10) == []
 
 
+def test_siblings_read_their_prompt_once() -> None:
+    first = segment([5, 6, 7, 8], [0, 0, 1, 1])
+    second = segment([5, 6, 9, 3, 4], [0, 0, 1, 0, 1])
+    other = segment([5, 7, 6], [0, 1, 1])
+    (microbatch,) = pack([[first], [other], [second]], 8, share=True)
+    assert microbatch.tokens.tolist() == [5, 6, 7, 5, 7, 9, 3]
+    assert microbatch.read is not None
+    assert microbatch.read.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6]
+    assert microbatch.cu_seqlens.tolist() == [0, 3, 5, 9]
+    assert microbatch.predict.tolist() == [1, 2, 3, 4, 1, 6]
+    assert microbatch.target.tolist() == [7, 8, 7, 6, 9, 4]
+    assert pack([[first], [other]], 100, share=True)[0].read is None
+
+
+def test_siblings_are_packed_side_by_side() -> None:
+    prompts = [list(range(10)), list(range(20, 30))]
+    units = [[segment([*prompts[i % 2], *range(40, 40 + n)], [0] * 10 + [1] * n)] for i, n in enumerate((9, 8, 5, 4))]
+    assert [m.units for m in pack(units, 24, share=True)] == [(0, 2), (1, 3)]
+    assert [m.units for m in pack(units, 24)] == [(0,), (1,), (2,), (3,)]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=3), max_size=12),
     st.integers(1, 30),
+    st.booleans(),
 )
-def test_packing_is_a_partition_under_the_budget(masks: list[list[list[bool]]], budget: int) -> None:
+def test_packing_is_a_partition_under_the_budget(masks: list[list[list[bool]]], budget: int, share: bool) -> None:
     rng = np.random.default_rng(0)
     units = []
     for rows in masks:
         unit = []
         for mask in rows:
             mask = [False, *mask]
-            unit.append(segment(rng.integers(0, 99, len(mask)).tolist(), mask, rng.normal(size=sum(mask))))
+            unit.append(segment(rng.integers(0, 3, len(mask)).tolist(), mask, rng.normal(size=sum(mask))))
         units.append(unit)
-    microbatches = pack(units, budget)
+    microbatches = pack(units, budget, share=share)
     packed = sorted(u for m in microbatches for u in m.units)
     assert packed == [u for u, rows in enumerate(units) if any(r.action_count for r in rows)]
     for m in microbatches:
         assert len(m.tokens) <= budget or len(m.units) == 1
         assert m.sequence.unique().tolist() == list(range(len(m.units)))
         assert (m.sequence.diff() >= 0).all()
+        read = m.tokens if m.read is None else m.tokens[m.read]
+        rows = [units[unit][place] for unit, place, _ in m.rows]
+        assert read.tolist() == [int(t) for row in rows for t in row.tokens[: np.flatnonzero(row.action)[-1]]]
     (columns,) = unpack(units, microbatches, [m.behavior_logprob for m in microbatches])
     for rows, values in zip(units, columns, strict=True):
         for r, column in zip(rows, values, strict=True):

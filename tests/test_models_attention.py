@@ -15,7 +15,7 @@ from transformers import (
 
 from estr.errors import UsageError
 from estr.models import attention
-from estr.models.forward import packed_hidden, prepare_model
+from estr.models.forward import can_share_prompts, packed_hidden, prepare_model
 
 SMALL = {
     "vocab_size": 61,
@@ -171,6 +171,40 @@ def test_query_blocks_equal_one_matrix(
     distance = torch.arange(11)[:, None] - torch.arange(11)
     allowed = (distance >= 0) & (distance < (window or 99))
     assert torch.allclose(got, scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_begin_that_is_read_once_equals_one_read_by_each_with_gradient(name: str) -> None:
+    """Two prompts, of 6 and 3 tokens, with three and two continuations."""
+    _, model = pair(name)
+    first, second, *tails = rows(6, 3, 2, 9, 5, 4, 4)
+    whole = [torch.cat([prompt, tail]) for prompt, tail in zip([first] * 3 + [second] * 2, tails, strict=True)]
+    parts, places, begins = [first, second], [], (torch.arange(6), torch.arange(6, 9))
+    for index, tail in enumerate(tails):
+        begin = sum(map(len, parts))
+        places.append(torch.cat([begins[index > 2], torch.arange(begin, begin + len(tail))]))
+        parts.append(tail)
+    read = torch.cat(places)
+    apart = packed_hidden(model, torch.cat(whole), bounds(whole))
+    weight = torch.randn(apart.shape, generator=torch.Generator().manual_seed(2))
+    (apart * weight).sum().backward()
+    wanted = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    together = packed_hidden(model, torch.cat(parts), bounds(whole), read=read)[read]
+    (together * weight).sum().backward()
+    assert torch.allclose(together, apart, atol=1e-4)
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    for key, p in model.named_parameters():
+        if key in wanted:
+            assert float((p.grad - wanted[key]).abs().max()) <= 1e-5 * largest
+    assert can_share_prompts(model)
+
+
+def test_layers_that_carry_positions_beside_attention_share_no_prompts() -> None:
+    _, model = pair("llama")
+    assert can_share_prompts(model)
+    model.model.norm.register_forward_hook(lambda module, args, output: output + output.roll(1, 1))
+    assert not can_share_prompts(model)
 
 
 def test_packed_layout_bounds_padding_and_skips_empty_sequences() -> None:

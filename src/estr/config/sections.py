@@ -197,6 +197,10 @@ class LearnerConfig(Section):
     minibatches: int = Field(1, ge=1, le=1_000_000, description="Optimizer steps one rollout batch is split into.")
     epochs: int = Field(1, ge=1, le=1_000_000, description="Passes over one rollout batch.")
     tokens_per_microbatch: int = Field(2048, ge=1, le=1_000_000_000, description="Tokens of one forward pass.")
+    share_prompts: bool = Field(
+        True,
+        description="Siblings in one forward pass read their common prompt once, where the model allows it.",
+    )
     max_grad_norm: float = Field(1.0, ge=0, description="Gradient norm above which gradients are scaled; 0: never.")
     controllers: list[str] = Field(default_factory=list, description="Rules on gradient and learning rate, in order.")
     controller_options: dict[str, dict[str, Any]] = Field(

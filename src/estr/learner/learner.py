@@ -28,7 +28,7 @@ from estr.learner.rollouts import Rollouts, minibatch_plan
 from estr.learner.schedules import learning_rate
 from estr.learner.scoring import score, score_microbatches, score_norms
 from estr.learner.step import Gradient, Seen
-from estr.models.forward import check_head, head_of, prepare_model
+from estr.models.forward import can_share_prompts, check_head, head_of, prepare_model
 from estr.objectives import Objective, find_recipe, objective
 from estr.state import finite_mean
 from estr.trajectory import Segment, Trajectory, derive_seed
@@ -83,6 +83,7 @@ class Learner:
         prepare_model(model, config.model.gradient_checkpointing)
         self.optimizer = Optimizer(model, config.learner)
         check_head(model)
+        self._share = config.learner.share_prompts and can_share_prompts(model)
         self._reference = Reference(model, reference) if needs_reference(config) else None
         beta = self.objective.composition.average
         self._average = None if beta is None else AveragedWeights(model, beta)
@@ -101,7 +102,7 @@ class Learner:
         plan = minibatch_plan(len(groups), learner.minibatches, learner.epochs, seed)
         self._freeze(rollouts, plan)
         for number, part in enumerate(plan):
-            minibatch = Minibatch.of(rollouts, part, learner.tokens_per_microbatch, self.device)
+            minibatch = Minibatch.of(rollouts, part, learner.tokens_per_microbatch, self.device, share=self._share)
             if self._average is not None:
                 with self._average.weights():
                     columns = self._columns(self.model, rollouts, minibatch.learning)
@@ -209,7 +210,7 @@ class Learner:
     def _columns(self, model: nn.Module, rollouts: Rollouts, chosen: list[int]) -> tuple[Columns, Columns]:
         """log-probabilities and entropies of the chosen trajectories; empty for all others."""
         units = [t.segments if i in set(chosen) else [] for i, t in enumerate(rollouts.trajectories)]
-        microbatches = pack(units, self.config.learner.tokens_per_microbatch)
+        microbatches = pack(units, self.config.learner.tokens_per_microbatch, share=self._share)
         temperature = self.config.rollout.temperature
         scored = list(score_microbatches(model, microbatches, temperature, self._autocast))
         logprob, entropy = unpack(units, microbatches, [a for a, _ in scored], [b for _, b in scored])

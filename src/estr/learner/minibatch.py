@@ -40,11 +40,19 @@ class Minibatch:
         return sum(self.rollouts.lengths[i] for i in self.learning)
 
     @classmethod
-    def of(cls, rollouts: Rollouts, groups: list[int], tokens_per_microbatch: int, device: torch.device) -> Minibatch:
-        """The minibatch of some groups of a rollout batch."""
+    def of(
+        cls,
+        rollouts: Rollouts,
+        groups: list[int],
+        tokens_per_microbatch: int,
+        device: torch.device,
+        *,
+        share: bool = False,
+    ) -> Minibatch:
+        """The minibatch of some groups of a rollout batch; ``share``: siblings read their prompt once."""
         members = rollouts.of_groups(groups)
         learning = rollouts.learning(members)
-        packed = pack(rollouts.units(learning), tokens_per_microbatch)
+        packed = pack(rollouts.units(learning), tokens_per_microbatch, share=share)
         lengths = [rollouts.lengths[i] for i in members]
         moved = [microbatch.to(device) for microbatch in packed]
         return cls(rollouts, members, learning, moved, sum(lengths), sum(n > 0 for n in lengths))

@@ -2,13 +2,14 @@
 
 A unit is what must stay together: the rows (segments) of one trajectory, or a single row. Units are packed end to end
 under a token budget; a packed row knows its boundaries, so no label crosses one. Only action tokens are predicted, each
-from the hidden state one position earlier, and a row is read no further than its last prediction needs.
+from the hidden state one position earlier, and a row is read no further than its last prediction needs. Rows with the
+same prompt, the tokens before their first action, can share it: it then stands in the micro-batch once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,15 @@ Unit = Sequence[Segment]
 Columns = list[list[NDArray[np.float32]]]
 """One value per action token: for each unit, for each of its rows, float32 ``[actions]``."""
 
+_TOKEN_BYTES = 8
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """R rows of S units end to end: T tokens read, N action tokens predicted."""
+    """R rows of S units end to end: V positions that read T ≤ V tokens, N action tokens predicted."""
 
     tokens: Tensor  # int64 [T]
-    cu_seqlens: Tensor  # int64 [R + 1], boundaries of the rows in tokens
+    cu_seqlens: Tensor  # int64 [R + 1], boundaries of the rows, from 0 to V
     predict: Tensor  # int64 [N], position whose hidden state predicts the action token
     target: Tensor  # int64 [N], the action token
     sequence: Tensor  # int64 [N], 0..S-1 in the order of ``units``, non-decreasing
@@ -42,12 +45,7 @@ class MicroBatch:
     support: Ragged | None = None  # the ids each action token was drawn from, where they are not the whole vocabulary
     topk_ids: Tensor | None = None  # int64 [N, K], the sampler's most likely tokens, where all rows have them
     topk_logprob: Tensor | None = None  # float32 [N, K], log μ of those
-
-    @property
-    def position_ids(self) -> Tensor:
-        """Position of each token in its row, int64 ``[T]``."""
-        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
-        return torch.arange(len(self.tokens), device=self.tokens.device) - starts
+    read: Tensor | None = None  # int64 [V], the token at each position, where rows share their prompts; else V = T
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on ``device``."""
@@ -61,23 +59,59 @@ class MicroBatch:
         return torch.from_numpy(flat.astype(np.float32, copy=False)).to(self.target.device)
 
 
-def pack(units: Sequence[Unit], tokens_per_microbatch: int) -> list[MicroBatch]:
+def pack(units: Sequence[Unit], tokens_per_microbatch: int, *, share: bool = False) -> list[MicroBatch]:
     """Micro-batches of at most ``tokens_per_microbatch`` tokens read, the longest units placed first.
 
-    Deterministic. A unit that is longer than the budget gets a micro-batch of its own; a unit without action tokens is
-    in none. Raises RunError where the first token of a row is an action, which nothing predicts.
+    With ``share`` the rows of a micro-batch that have the same prompt read it once, and units with the same prompt are
+    placed one after the other. Deterministic. A unit that is longer than the budget gets a micro-batch of its own; a
+    unit without action tokens is in none. Raises RunError where the first token of a row is an action, which nothing
+    predicts.
     """
     lengths = [sum(_read_length(row, unit, place) for place, row in enumerate(rows)) for unit, rows in enumerate(units)]
-    bins: list[list[int]] = []
-    room: list[int] = []
+    prompts = [_prompts(rows) if share and length else [] for rows, length in zip(units, lengths, strict=True)]
+    bins: list[_Bin] = []
+    for unit in _order(lengths, prompts):
+        found = next((one for one in bins if one.cost(lengths[unit], prompts[unit]) <= one.room), None)
+        if found is None:
+            found = _Bin(tokens_per_microbatch)
+            bins.append(found)
+        found.put(unit, lengths[unit], prompts[unit])
+    return [_microbatch(units, sorted(one.members), share) for one in sorted(bins, key=lambda one: min(one.members))]
+
+
+def _order(lengths: list[int], prompts: list[list[bytes]]) -> list[int]:
+    """Units with action tokens, the longest first, those that begin with the same prompt right after each other."""
+    clusters: dict[bytes | int, list[int]] = {}
     for unit in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i)):
-        place = next((b for b, free in enumerate(room) if free >= lengths[unit]), len(bins))
-        if place == len(bins):
-            bins.append([])
-            room.append(tokens_per_microbatch)
-        bins[place].append(unit)
-        room[place] -= lengths[unit]
-    return [_microbatch(units, sorted(members)) for members in sorted(bins, key=min)]
+        clusters.setdefault(prompts[unit][0] if prompts[unit] else unit, []).append(unit)
+    return [unit for cluster in clusters.values() for unit in cluster]
+
+
+@dataclass
+class _Bin:
+    """A micro-batch that is being filled: what room is left, and which prompts it has."""
+
+    room: int
+    members: list[int] = field(default_factory=list)
+    prompts: set[bytes] = field(default_factory=set)
+
+    def cost(self, length: int, prompts: Iterable[bytes]) -> int:
+        """Tokens that a unit of ``length`` tokens adds, of which it shares the prompts that are there."""
+        return length - sum(len(prompt) for prompt in self.prompts.intersection(prompts)) // _TOKEN_BYTES
+
+    def put(self, unit: int, length: int, prompts: Iterable[bytes]) -> None:
+        self.room -= self.cost(length, prompts)
+        self.members.append(unit)
+        self.prompts.update(prompts)
+
+
+def _prompts(rows: Unit) -> list[bytes]:
+    """The tokens before the first action of each row that has one."""
+    return [_prompt(row).tobytes() for row in rows if row.action.any()]
+
+
+def _prompt(row: Segment) -> NDArray[np.int64]:
+    return row.tokens[: int(row.action.argmax())].astype(np.int64)
 
 
 def _read_length(row: Segment, unit: int, place: int) -> int:
@@ -93,22 +127,23 @@ def _read_length(row: Segment, unit: int, place: int) -> int:
     return int(actions[-1])
 
 
-def _microbatch(units: Sequence[Unit], members: list[int]) -> MicroBatch:
-    tokens, predict, chosen, sequence, rows, bounds = [], [], [], [], [], [0]
+def _microbatch(units: Sequence[Unit], members: list[int], share: bool) -> MicroBatch:
+    store = _Tokens(share)
+    predict, chosen, sequence, rows, bounds = [], [], [], [], [0]
     for local, unit in enumerate(members):
         for place, row in enumerate(units[unit]):
             actions = np.flatnonzero(row.action)
             if len(actions) == 0:
                 continue
-            predict.append(bounds[-1] + actions - 1)
-            tokens.append(row.tokens[: actions[-1]])
+            read = store.add(row, int(actions[-1]))
+            predict.append(read[actions - 1])
             chosen.append((row.tokens[actions], row.logprob[actions], row.entropy[actions], row.version[actions]))
             sequence.append(np.full(len(actions), local))
             rows.append((unit, place, len(actions)))
-            bounds.append(bounds[-1] + int(actions[-1]))
+            bounds.append(bounds[-1] + len(read))
     target, logprob, entropy, version = (np.concatenate(column) for column in zip(*chosen, strict=True))
     return MicroBatch(
-        tokens=_long(np.concatenate(tokens)),
+        tokens=_long(np.concatenate(store.tokens)),
         cu_seqlens=torch.tensor(bounds),
         predict=_long(np.concatenate(predict)),
         target=_long(target),
@@ -118,8 +153,35 @@ def _microbatch(units: Sequence[Unit], members: list[int]) -> MicroBatch:
         version=_long(version),
         units=tuple(members),
         rows=tuple(rows),
+        read=_long(np.concatenate(store.read)) if store.count < bounds[-1] else None,
         **_optional([units[unit][place] for unit, place, _ in rows]),
     )
+
+
+class _Tokens:
+    """The tokens of a micro-batch in the order in which they were first read."""
+
+    def __init__(self, share: bool) -> None:
+        self.tokens: list[NDArray[np.int64]] = []
+        self.read: list[NDArray[np.int64]] = []
+        self.count = 0
+        self._share, self._prompts = share, dict[bytes, NDArray[np.int64]]()
+
+    def add(self, row: Segment, length: int) -> NDArray[np.int64]:
+        """Where the first ``length`` tokens of ``row`` stand."""
+        prompt = _prompt(row)
+        place = self._prompts.get(prompt.tobytes()) if self._share else None
+        if place is None:
+            place = self._put(prompt)
+            self._prompts[prompt.tobytes()] = place
+        read = np.concatenate([place, self._put(row.tokens[len(prompt) : length].astype(np.int64))])
+        self.read.append(read)
+        return read
+
+    def _put(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        self.tokens.append(tokens)
+        self.count += len(tokens)
+        return np.arange(self.count - len(tokens), self.count)
 
 
 def _optional(segments: list[Segment]) -> dict[str, Any]:

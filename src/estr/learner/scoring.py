@@ -35,14 +35,19 @@ def values(
     topk: bool = False,
 ) -> HeadValues:
     """What :func:`logprob_entropy` gives, and with ``topk`` log π ``[N, K]`` of the sampler's most likely tokens."""
-    hidden = packed_hidden(model, microbatch.tokens, microbatch.cu_seqlens, autocast)
     return head_of(model).values(
-        hidden.index_select(0, microbatch.predict),
+        _hidden(model, microbatch, autocast),
         microbatch.target,
         temperature,
         support=microbatch.support,
         others=microbatch.topk_ids if topk else None,
     )
+
+
+def _hidden(model: nn.Module, microbatch: MicroBatch, autocast: torch.dtype | None) -> Tensor:
+    """The states ``[N, D]`` that predict the action tokens."""
+    m = microbatch
+    return packed_hidden(model, m.tokens, m.cu_seqlens, autocast, m.read).index_select(0, m.predict)
 
 
 def score(
@@ -77,7 +82,7 @@ def polarities(
     """Σ_v p_v² (log p_v + H) at each action token, ``[N]`` for each micro-batch; see ``linear_polarity``."""
     result = []
     for m in microbatches:
-        hidden = packed_hidden(model, m.tokens, m.cu_seqlens, autocast).index_select(0, m.predict)
+        hidden = _hidden(model, m, autocast)
         result.append(linear_polarity(hidden, head_of(model), temperature, support=m.support))
     return result
 

@@ -56,12 +56,24 @@ class PackedLayout:
     """Where the T tokens of a packed row stand in blocks ``[count, length]`` of sequences of similar length.
 
     ``index`` ``[P]`` names the token each block position reads (padding repeats a token that is never read back) and
-    ``inverse`` ``[T]`` the block position of each token; both are None where the blocks are the row itself.
+    ``inverse`` ``[T]`` the block position of each token; both are None where the blocks are the row itself. Where
+    sequences share tokens, ``again`` holds the further places where a token is read: tokens ``[E]`` and their block
+    positions ``[E]``.
     """
 
     blocks: tuple[tuple[int, int], ...]
     index: Tensor | None
     inverse: Tensor | None
+    again: tuple[Tensor, Tensor] | None = None
+
+    def sharing(self, read: Tensor, tokens: int) -> PackedLayout:
+        """The layout where position v of the sequences end to end reads token ``read[v]`` of ``tokens``."""
+        places = torch.arange(len(read), device=read.device)
+        inverse = places if self.inverse is None else self.inverse
+        first = torch.full((tokens,), len(read), device=read.device).scatter_reduce_(0, read, places, "amin")
+        again = places[first[read] != places]
+        index = read if self.index is None else read[self.index]
+        return PackedLayout(self.blocks, index, inverse[first], (read[again], inverse[again]))
 
 
 def packed_layout(cu_seqlens: Tensor) -> PackedLayout:
@@ -94,18 +106,22 @@ def _index_blocks(blocks: list[list[int]], bounds: list[int], lengths: list[int]
 
 
 class _ToBlocks(torch.autograd.Function):
-    """``x[index]`` whose gradient is read back at ``inverse``: padding positions have no gradient to add up."""
+    """``x[index]`` whose gradient is read back at ``inverse`` and ``again``: padding has no gradient to add up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, *again: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse, *again)
         return x.index_select(0, index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inverse, *again = ctx.saved_tensors
+        total = grad.index_select(0, inverse)
+        if again:
+            tokens, places = again
+            total.index_add_(0, tokens, grad.index_select(0, places))
+        return total, *[None] * (2 + len(again))
 
 
 class _FromBlocks(torch.autograd.Function):
@@ -139,7 +155,9 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
 
 
 def _to_blocks(x: Tensor, layout: PackedLayout) -> Tensor:
-    return x if layout.index is None else _ToBlocks.apply(x, layout.index, layout.inverse)
+    if layout.index is None:
+        return x
+    return _ToBlocks.apply(x, layout.index, layout.inverse, *(layout.again or ()))
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, score: Score) -> Tensor:

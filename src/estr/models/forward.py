@@ -1,6 +1,7 @@
 """Hidden states of packed rows, and the head that turns them into logits, for any causal language model.
 
 A packed row is several token sequences end to end: ``tokens`` ``[T]`` and their boundaries ``cu_seqlens`` ``[S + 1]``.
+Sequences may share tokens at their begin: ``read`` ``[V]`` then names the token that each of their V positions reads.
 """
 
 from __future__ import annotations
@@ -45,19 +46,32 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-def packed_hidden(model: nn.Module, tokens: Tensor, cu_seqlens: Tensor, autocast: torch.dtype | None = None) -> Tensor:
+def packed_hidden(
+    model: nn.Module,
+    tokens: Tensor,
+    cu_seqlens: Tensor,
+    autocast: torch.dtype | None = None,
+    read: Tensor | None = None,
+) -> Tensor:
     """Last hidden states ``[T, D]`` in float32 or wider, before the head; no sequence sees another.
 
-    ``tokens`` int64 ``[T]``, ``cu_seqlens`` int ``[S + 1]`` from 0 to T; positions start at 0 in each sequence.
+    ``tokens`` int64 ``[T]``, ``cu_seqlens`` int ``[S + 1]`` from 0 to V; positions start at 0 in each sequence.
+    ``read`` int64 ``[V]``: the token at each position of the sequences, where some begin with the same ones, which are
+    then computed once (all that read a token do so at the same position of their sequence); by default V = T.
     """
     base = base_model(model)
     if base.config._attn_implementation != attention.NAME:
         raise UsageError("packed rows need the attention implementation 'estr'; call estr.models.prepare_model first")
     lengths = cu_seqlens.diff()
-    positions = torch.arange(len(tokens), device=tokens.device) - torch.repeat_interleave(
-        cu_seqlens[:-1].long(), lengths.long(), output_size=len(tokens)
+    total = len(tokens) if read is None else len(read)
+    positions = torch.arange(total, device=tokens.device) - torch.repeat_interleave(
+        cu_seqlens[:-1].long(), lengths.long(), output_size=total
     )
     bounds = cu_seqlens.to(torch.int32)
+    layout = attention.packed_layout(bounds)
+    if read is not None:
+        layout = layout.sharing(read, len(tokens))
+        positions = torch.empty_like(tokens).scatter_(0, read, positions)
     longest = int(lengths.max()) if len(lengths) else 0
     with torch.autocast(tokens.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         hidden = base.get_decoder()(
@@ -69,7 +83,7 @@ def packed_hidden(model: nn.Module, tokens: Tensor, cu_seqlens: Tensor, autocast
             cu_seq_lens_k=bounds,
             max_length_q=longest,
             max_length_k=longest,
-            packed=attention.packed_layout(bounds),
+            packed=layout,
         ).last_hidden_state[0]
     return hidden if hidden.dtype == torch.float64 else hidden.float()
 
@@ -119,6 +133,24 @@ def check_head(model: nn.Module) -> None:
         got = _logprobs_at(head, hidden[bounds[i] : bounds[i + 1]], columns)
         if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
             raise UsageError(_disagreement(type(base).__name__, float((got - expected).abs().max()), alone=i == 0))
+
+
+@torch.no_grad()
+def can_share_prompts(model: nn.Module) -> bool:
+    """Whether sequences may read a common begin once: true where attention alone carries one position to another."""
+    device = next(model.parameters()).device
+    vocabulary = base_model(model).get_input_embeddings().weight.shape[0]
+    prompt, *answers = ((torch.arange(n, device=device) * 7 + 3 + n) % vocabulary for n in (5, 4, 9))
+    rows = [torch.cat([prompt, answer]) for answer in answers]
+    bounds = torch.tensor([0, *itertools.accumulate(map(len, rows))], device=device)
+    read = torch.cat([torch.arange(9), torch.arange(5), torch.arange(9, 18)]).to(device)
+    expected = packed_hidden(model, torch.cat(rows), bounds)
+    try:
+        got = packed_hidden(model, torch.cat([prompt, *answers]), bounds, read=read).index_select(0, read)
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    tolerance = 1e-3 if base_model(model).dtype == torch.float32 else 5e-2
+    return torch.allclose(got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
 def _logprobs_at(head: Head, hidden: Tensor, columns: list[int]) -> Tensor:

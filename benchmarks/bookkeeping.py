@@ -27,6 +27,7 @@ from benchmarks.common.timing import Spread
 from estr.config import Config
 from estr.environments.base import Problem
 from estr.runtime.journal import RunJournal
+from estr.runtime.messages import Finished
 from estr.schedule import Group, Schedule, ScheduleRules, Ticket
 from estr.storage.ledger import Ledger
 from estr.storage.rollout_files import RolloutWriter
@@ -73,7 +74,11 @@ class LedgerAlone:
         self._rollouts = RolloutWriter(directory / "rollouts", background=True) if rows else None
         config = Config.model_validate({"rollout": {"group_size": GROUP_SIZE}})
         self._journal = RunJournal(config, self._ledger, self._rollouts)  # type: ignore[arg-type]
-        self.batch, self.issued, self.finished = self._journal.batch, self._journal.issued, self._journal.finished
+        self.batch, self.issued = self._journal.batch, self._journal.issued
+
+    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+        """Packed here, which an engine process does in a run."""
+        self._journal.finished([Finished(trajectory) for trajectory in trajectories])
 
     def trained(self, groups: list[Group], step: int) -> None:
         trajectories = [t for group in groups for t in group.trajectories]

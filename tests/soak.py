@@ -41,7 +41,7 @@ from loop_helpers import command_line, process_name
 from torture.proof import Proof
 
 AIM = 0.8  # of the undisturbed throughput
-FLAT = 0.02  # of the mean: what a slope may add over the measured time where its interval leaves zero out
+FLAT, SMALL = 0.02, 1.0  # of the mean, and MB: what a slope whose interval leaves zero out may add in the measured time
 BLOCKS = 16
 SETTLE = 2.0  # seconds after the start of a part that are not counted
 T95 = {8: 2.306, 10: 2.228, 14: 2.145}  # Student's t, two-sided 95 %, by degrees of freedom
@@ -107,7 +107,7 @@ class Slope:
     @property
     def flat(self) -> bool:
         surely = abs(self.megabytes_an_hour) > self.plus_minus
-        return not (surely and self.megabytes_an_hour * self.hours > FLAT * self.mean)
+        return not (surely and self.megabytes_an_hour * self.hours > max(SMALL, FLAT * self.mean))
 
     def __str__(self) -> str:
         verdict = "flat" if self.flat else "GROWS"

@@ -6,6 +6,8 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from estr.models.load import load_model, merged_state
 from estr.runtime import pools
 from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens
 from estr.runtime.calls import Calls, SharedCalls, read_calls
-from estr.runtime.handles import preload
+from estr.runtime.handles import _PRELOADED, preload
 from estr.runtime.messages import Died, Event, Failed, Finished, Job
 from estr.runtime.pools import ProcessPool
 from forking import forked_engines
@@ -148,6 +150,22 @@ def test_a_helper_that_is_killed_while_it_is_asked_for_an_engine_is_replaced(
     finally:
         bench.pool.close()
     assert killed
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_what_the_helper_imports_starts_no_thread() -> None:
+    """A process with threads must not be forked; the patterns that transformers compiles at a first load are there."""
+    program = (
+        "import importlib, os, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "from transformers import conversion_mapping\n"
+        "print(len(os.listdir('/proc/self/task')), conversion_mapping._checkpoint_conversion_mapping_cache is None)"
+    )
+    modules = [name for name in _PRELOADED if name != "estr.runtime.helper"]  # which would end with this process
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program, *modules]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["1", "False"]
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

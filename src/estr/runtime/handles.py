@@ -32,6 +32,7 @@ _PRELOADED = (
     "estr.runtime.builders",
     "estr.models.load",
     "estr.transport",
+    "estr.runtime.warm",
 )
 
 

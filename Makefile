@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 STUDIES := law default aggressive inter intra sensitivity stress
 
-.PHONY: study demo demo-seeds test test-all test-oracles lint install torture faults soak fuzz bench bench-gpu bench-peers
+.PHONY: study demo demo-seeds test test-all test-oracles test-vllm lint install torture faults soak fuzz bench bench-gpu bench-peers
 
 install: $(INSTALLED)
 
@@ -50,6 +50,15 @@ $(ORACLES)/.installed: oracles/requirements.txt oracles/frameworks.txt
 	$(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check -r oracles/requirements.txt
 	$(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r oracles/frameworks.txt
+	touch $@
+
+# A real vLLM on the CPU: its engine in our process and as a server, the plugin, whole runs. Its own environment.
+test-vllm: .venv-vllm/.tests
+	PYTHONPATH=src .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm
+
+.venv-vllm/.tests: .venv-vllm/.installed tests_vllm/requirements.txt pyproject.toml
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r tests_vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
 torture: $(INSTALLED)

@@ -1,11 +1,13 @@
 """Checks across sections: one sentence for what cannot work, one line for what does nothing."""
 
+import importlib.util
+
 import pytest
 
 from estr.config import RolloutConfig
 from estr.config.load import load_config
 from estr.config.validate import check_sampling, validate_config
-from estr.errors import UsageError
+from estr.errors import MissingExtraError, UsageError
 
 
 def validate(*sets, training=True):
@@ -19,11 +21,12 @@ def test_defaults_are_valid_and_silent():
 TRUNCATED = {"top_p": 0.9, "top_k": 50, "min_p": 0.1}
 
 
-@pytest.mark.parametrize("key", TRUNCATED)
-def test_fault_A3_truncated_sampling_is_refused_where_the_support_is_not_recorded(key):
+@pytest.mark.parametrize("key", ["top_p", "min_p"])
+def test_fault_A3_truncated_sampling_is_refused_where_the_support_cannot_be_recorded(key):
     assert validate(f"rollout.{key}={TRUNCATED[key]}") == []
-    with pytest.raises(UsageError, match=rf"rollout.{key} = .* does not record which tokens were kept"):
+    with pytest.raises(UsageError, match=rf"rollout.{key} = .* would normalize over others"):
         check_sampling(RolloutConfig(engine="vllm", **{key: TRUNCATED[key]}))
+    check_sampling(RolloutConfig(engine="vllm", top_k=50, **{key: TRUNCATED[key]}))
 
 
 @pytest.mark.parametrize("sampler", ["cuts", "mixed_cuts"])
@@ -34,11 +37,21 @@ def test_cuts_does_not_go_with_truncated_sampling(sampler, key):
     assert validate(f"rollout.sampler={sampler}") == []
 
 
-@pytest.mark.parametrize("changes", [{"sampler": "cuts"}, {"topk_logprobs": 8}])
-def test_what_only_the_local_engine_records_is_refused_elsewhere(changes):
-    check_sampling(RolloutConfig(**changes))
-    with pytest.raises(UsageError, match=f"rollout.{next(iter(changes))} = .* needs rollout.engine"):
-        check_sampling(RolloutConfig(engine="vllm", **changes))
+def test_exploring_samplers_are_refused_with_vllm():
+    check_sampling(RolloutConfig(sampler="cuts"))
+    with pytest.raises(UsageError, match=r"rollout.sampler = .* needs rollout.engine"):
+        check_sampling(RolloutConfig(engine="vllm", sampler="cuts"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")
+def test_vllm_has_to_be_installed():
+    with pytest.raises(MissingExtraError, match=r"pip install 'estr\[vllm\]'"):
+        validate("rollout.engine=vllm")
+
+
+def test_what_only_vllm_uses_is_named():
+    (warning,) = validate("rollout.entropy=bounded", "rollout.entropy_topk=20")
+    assert warning == 'rollout.engine = "local" does not use rollout.entropy, rollout.entropy_topk'
 
 
 @pytest.mark.parametrize("recipe", ["pdm", "score_centering"])
@@ -54,7 +67,8 @@ def test_recipes_on_the_likely_tokens_need_them_recorded(recipe):
         (["learner.minibatches=9", "schedule.max_staleness=9"], "minibatches = 9 is more than .*prompts_per_step = 8"),
         (["learner.minibatches=4", "learner.epochs=2", "schedule.max_staleness=6"], "set it to 7 or more"),
         (["schedule.mode=lockstep", "runtime.engines=2"], "engines = 2 is refused in lockstep"),
-        (["rollout.engine=vllm"], "not built yet"),
+        (["rollout.engine=vllm", "schedule.mode=lockstep"], 'lockstep" needs rollout.engine = "local"'),
+        (["rollout.engine=vllm", "rollout.dtype=int8"], 'int8" needs rollout.engine = "local"'),
         (["rollout.group_size=1", "rollout.sampler=mixed_cuts"], r"splits each group .* rollout.group_size is 1"),
         (["runtime.kind=ray", "runtime.address=ray://head:10001"], "runtime.address = 'ray://head:10001' is refused"),
         (["rollout.dtype=int9"], "int2 to int8"),

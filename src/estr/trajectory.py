@@ -55,9 +55,10 @@ class Segment:
     """One row of tokens exactly as the model read it: prompt, actions and tool text, L tokens in all.
 
     ``logprob`` (log μ of the sampled token), ``entropy`` (H of μ in nats) and ``version`` belong to the token at the
-    same index; where ``action`` is False they are NaN, NaN and -1. The optional columns belong to the A action tokens
-    in order: ``support``, where the sampler drew from less than the whole vocabulary, and the K most likely ids of μ
-    with their log μ (-inf outside the support).
+    same index; where ``action`` is False they are NaN, NaN and -1. Where H is only known as an interval, ``entropy`` is
+    its lower end and ``entropy_upper`` its upper one. The other optional columns belong to the A action tokens in
+    order: ``support``, where the sampler drew from less than the whole vocabulary, and the K most likely ids of μ with
+    their log μ (-inf outside the support).
     """
 
     tokens: NDArray[np.int32]  # [L]
@@ -68,9 +69,12 @@ class Segment:
     support: Support | None = None  # None: the whole vocabulary everywhere
     topk_ids: NDArray[np.int32] | None = None  # [A, K], most likely first
     topk_logprob: NDArray[np.float32] | None = None  # [A, K]
+    entropy_upper: NDArray[np.float32] | None = None  # [L]; None: ``entropy`` is exact
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.action), len(self.logprob), len(self.entropy), len(self.version)}
+        if self.entropy_upper is not None:
+            lengths.add(len(self.entropy_upper))
         if len(lengths) != 1:
             raise ValueError(f"a segment's columns must have one length, got {sorted(lengths)}")
         if self.support is None and self.topk_ids is None and self.topk_logprob is None:

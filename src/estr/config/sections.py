@@ -137,6 +137,16 @@ class RolloutConfig(Section):
         -1, ge=-1, le=65_536, description="Further rows that keep the cache of waiting trajectories; -1: as slots."
     )
     kv: Literal["keep", "recompute"] = Field("keep", description="Cached keys and values after a weight update.")
+    entropy: Literal["exact", "bounded"] = Field(
+        "exact", description="vllm: H from the plugin, or an interval from the most likely tokens alone."
+    )
+    entropy_topk: int = Field(
+        64, ge=1, le=1_000_000, description='vllm: most likely tokens that entropy = "bounded" is computed from.'
+    )
+    vllm_server: bool = Field(
+        False, description="vllm: in a process of its own, behind a Unix socket, instead of inside the engine process."
+    )
+    vllm: dict[str, Any] = Field(default_factory=dict, description="vllm: further arguments of its engine, by name.")
 
     def explores(self, sibling: int) -> bool:
         """Whether CUTS samples this sibling of a group."""

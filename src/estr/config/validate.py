@@ -12,7 +12,6 @@ from estr.errors import MissingExtraError, UsageError, nearest
 
 DTYPES = ("float32", "bfloat16", *(f"int{bits}" for bits in range(8, 1, -1)))
 
-_RECORDING = ("local",)  # engines that record the support and the most likely tokens
 _TOPK = frozenset({"topk_ids", "behavior_topk_logprob", "topk_logprob"})
 
 
@@ -22,17 +21,18 @@ def validate_config(config: Config, *, training: bool = True) -> list[str]:
     Raises:
         UsageError: a combination that cannot work, in one sentence.
     """
-    _check_built(config)
     check_rollout_dtype(config.rollout)
     _check_evaluation(config)
     if not training:
         return []
     _check_ray(config.runtime)
     check_sampling(config.rollout)
+    _check_vllm(config)
     _check_recorded(config)
     _check_batch(config)
     _check_schedule(config)
-    return [*_ray_warnings(config.runtime), *_schedule_warnings(config), *check_combinations(config)]
+    warnings = [*_ray_warnings(config.runtime), *_vllm_warnings(config.rollout), *_schedule_warnings(config)]
+    return [*warnings, *check_combinations(config)]
 
 
 def check_rollout_dtype(rollout: RolloutConfig) -> None:
@@ -57,9 +57,28 @@ def _nearest_dtype(name: str) -> str:
     return nearest(name, DTYPES)
 
 
-def _check_built(config: Config) -> None:
-    if config.rollout.engine != "local":
-        raise UsageError(f'rollout.engine = "{config.rollout.engine}" is not built yet; use "local"')
+def _check_vllm(config: Config) -> None:
+    """Refuse what only the local engine can do, and a run with vLLM where it is not installed."""
+    rollout = config.rollout
+    if rollout.engine != "vllm":
+        return
+    impossible = {
+        'schedule.mode = "lockstep"': config.schedule.mode == "lockstep",
+        f'rollout.dtype = "{rollout.dtype}"': rollout.dtype.startswith("int"),
+        f'objective.selection = "{config.objective.selection}"': config.objective.selection == "aepo",
+    }
+    for words in (words for words, wrong in impossible.items() if wrong):
+        raise UsageError(f'{words} needs rollout.engine = "local", got "vllm"')
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingExtraError("vllm", "vllm")
+
+
+def _vllm_warnings(rollout: RolloutConfig) -> list[str]:
+    """One line that names keys for vLLM that were given and are not used."""
+    defaults = RolloutConfig()
+    keys = [] if rollout.engine == "vllm" else ["entropy", "entropy_topk", "vllm_server", "vllm"]
+    unused = [f"rollout.{key}" for key in keys if getattr(rollout, key) != getattr(defaults, key)]
+    return [f'rollout.engine = "{rollout.engine}" does not use {", ".join(unused)}'] if unused else []
 
 
 def _check_ray(runtime: RuntimeConfig) -> None:
@@ -101,17 +120,14 @@ def check_sampling(rollout: RolloutConfig) -> None:
                 f'rollout.{key} = {value:g} does not go with rollout.sampler = "{rollout.sampler}", which chooses its '
                 f"own tokens; use {key} = {default}"
             )
-        if rollout.engine not in _RECORDING:
+        if rollout.engine == "vllm" and not rollout.top_k:
             raise UsageError(
-                f'rollout.{key} = {value:g} is refused in training with rollout.engine = "{rollout.engine}": it does '
-                "not record which tokens were kept, so the learner would normalize over others and every ratio would "
-                f"be wrong; use {key} = {default}"
+                f'rollout.{key} = {value:g} is refused in training with rollout.engine = "vllm" and top_k = 0: which '
+                "tokens were kept is read from as many log-probabilities as top_k says, and without them the learner "
+                f"would normalize over others and every ratio would be wrong; set top_k, or use {key} = {default}"
             )
-    if rollout.engine not in _RECORDING and (cuts or rollout.topk_logprobs):
-        key = "sampler" if cuts else "topk_logprobs"
-        raise UsageError(
-            f'rollout.{key} = {getattr(rollout, key)!r} needs rollout.engine = "local", got "{rollout.engine}"'
-        )
+    if rollout.engine == "vllm" and cuts:
+        raise UsageError(f'rollout.sampler = "{rollout.sampler}" needs rollout.engine = "local", got "vllm"')
     if rollout.sampler == "mixed_cuts" and rollout.group_size < 2:
         raise UsageError(
             'rollout.sampler = "mixed_cuts" splits each group between two samplers, but rollout.group_size is 1; '

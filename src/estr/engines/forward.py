@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class EngineModel:
         self.layers: int = base.config.get_text_config().num_hidden_layers
         self.head: Head = head_of(model)
         self._decoder: Any = base.get_decoder()
+        self._cache_name = _cache_name(self._decoder)
         self.lean = None if dtype == "bfloat16" else LeanDecoder.of(self._decoder, max_context)
 
     @property
@@ -40,7 +42,8 @@ class EngineModel:
         mask = mask.masked_fill_(hidden_keys, float("-inf"))[:, None]
         if self.lean is not None:
             return self.lean(tokens, reach, mask, cache)
-        output = self._decoder(input_ids=tokens, position_ids=reach, attention_mask=mask, cache=cache, use_cache=True)
+        given = {self._cache_name: cache}
+        output = self._decoder(input_ids=tokens, position_ids=reach, attention_mask=mask, use_cache=True, **given)
         hidden: Tensor = output.last_hidden_state
         return hidden
 
@@ -49,3 +52,8 @@ class EngineModel:
         positions = torch.arange(len(tokens), device=tokens.device)[None]
         output = self._decoder(input_ids=tokens[None], position_ids=positions, use_cache=False)
         return self.head.logits(output.last_hidden_state[0, :-1])
+
+
+def _cache_name(decoder: nn.Module) -> str:
+    """What the library calls the argument: before transformers 5.20 it had another name."""
+    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"

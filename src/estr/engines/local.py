@@ -18,6 +18,7 @@ from torch import Tensor
 
 from estr.engines.cache import SlotCache
 from estr.engines.forward import EngineModel
+from estr.engines.interface import EngineCounters, Turn, TurnEnd
 from estr.engines.prompts import Prompt, Prompts
 from estr.engines.rows import RowStore
 from estr.engines.sampler import Sampled, sample, uniforms
@@ -26,28 +27,6 @@ from estr.engines.seats import Row, Seats, VersionRule
 from estr.engines.weights import EngineWeights
 from estr.models.stops import StopTexts
 from estr.trajectory import Segment
-
-TurnEnd = Literal["stop", "length", "context"]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A finished assistant turn: its sampled tokens and why it ended."""
-
-    key: str
-    tokens: list[int]
-    end: TurnEnd
-
-
-@dataclass
-class EngineCounters:
-    """What an engine has done since it was made."""
-
-    decode_steps: int = 0
-    sampled_tokens: int = 0
-    prefilled_tokens: int = 0
-    shared_tokens: int = 0  # prompt tokens a sibling's prefill saved
-    syncs: int = 0
 
 
 @dataclass
@@ -456,6 +435,9 @@ class LocalEngine:
         logprob = torch.log_softmax(logits.float(), -1)
         picked: np.ndarray = logprob.gather(-1, ids[1:, None])[:, 0].cpu().numpy()
         return picked
+
+    def close(self) -> None:
+        """Nothing is held beyond this process's memory."""
 
 
 def _needed_sampler(settings: EngineSettings) -> Sampler | None:

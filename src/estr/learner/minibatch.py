@@ -97,6 +97,7 @@ class Minibatch:
             sequence=microbatch.sequence,
             sequences=len(microbatch.units),
             behavior_entropy=microbatch.behavior_entropy,
+            behavior_entropy_upper=microbatch.behavior_entropy_upper,
             proximal_logprob=proximal,
             proximal_entropy=proximal_entropy,
             reference_logprob=self._gather(microbatch, rollouts.reference_logprob),

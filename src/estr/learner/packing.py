@@ -46,6 +46,7 @@ class MicroBatch:
     topk_ids: Tensor | None = None  # int64 [N, K], the sampler's most likely tokens, where all rows have them
     topk_logprob: Tensor | None = None  # float32 [N, K], log μ of those
     read: Tensor | None = None  # int64 [V], the token at each position, where rows share their prompts; else V = T
+    behavior_entropy_upper: Tensor | None = None  # float32 [N], where H of some token that was packed is an interval
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on ``device``."""
@@ -76,7 +77,9 @@ def pack(units: Sequence[Unit], tokens_per_microbatch: int, *, share: bool = Fal
             found = _Bin(tokens_per_microbatch)
             bins.append(found)
         found.put(unit, lengths[unit], prompts[unit])
-    return [_microbatch(units, sorted(one.members), share) for one in sorted(bins, key=lambda one: min(one.members))]
+    bounded = any(row.entropy_upper is not None for rows in units for row in rows)
+    members = sorted(sorted(one.members) for one in bins)
+    return [_microbatch(units, chosen, share, bounded) for chosen in members]
 
 
 def _order(lengths: list[int], prompts: list[list[bytes]]) -> list[int]:
@@ -127,7 +130,7 @@ def _read_length(row: Segment, unit: int, place: int) -> int:
     return int(actions[-1])
 
 
-def _microbatch(units: Sequence[Unit], members: list[int], share: bool) -> MicroBatch:
+def _microbatch(units: Sequence[Unit], members: list[int], share: bool, bounded: bool) -> MicroBatch:
     store = _Tokens(share)
     predict, chosen, sequence, rows, bounds = [], [], [], [], [0]
     for local, unit in enumerate(members):
@@ -154,7 +157,7 @@ def _microbatch(units: Sequence[Unit], members: list[int], share: bool) -> Micro
         units=tuple(members),
         rows=tuple(rows),
         read=_long(np.concatenate(store.read)) if store.count < bounds[-1] else None,
-        **_optional([units[unit][place] for unit, place, _ in rows]),
+        **_optional([units[unit][place] for unit, place, _ in rows], bounded),
     )
 
 
@@ -184,9 +187,15 @@ class _Tokens:
         return np.arange(self.count - len(tokens), self.count)
 
 
-def _optional(segments: list[Segment]) -> dict[str, Any]:
-    """The optional columns of the rows of a micro-batch."""
+def _optional(segments: list[Segment], bounded: bool) -> dict[str, Any]:
+    """The optional columns of the rows of a micro-batch; with ``bounded`` an exact entropy is an interval of one
+    point."""
     columns: dict[str, Any] = {}
+    if bounded:
+        upper = [row.entropy if row.entropy_upper is None else row.entropy_upper for row in segments]
+        columns["behavior_entropy_upper"] = torch.from_numpy(
+            np.concatenate([values[row.action] for values, row in zip(upper, segments, strict=True)]).astype(np.float32)
+        )
     support = Support.join((row.support for row in segments), (row.action_count for row in segments))
     if support is not None:
         columns["support"] = Ragged(_long(support.ids), torch.from_numpy(support.offsets))

@@ -55,7 +55,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype, trust_remote_code: bo
     Raises `UsageError` for everything that cannot work here.
     """
     directory = locate(path, trust_remote_code)
-    config = _load_config(directory, trust_remote_code)
+    config = load_config(directory, trust_remote_code)
     tokenizer = load_tokenizer(directory, trust_remote_code)
     _check_weights(directory)
     _check_architecture(directory, config)
@@ -203,7 +203,7 @@ def _download(name: str, trust_remote_code: bool) -> Path:
         ) from error
 
 
-def _load_config(directory: Path, trust_remote_code: bool) -> Any:
+def load_config(directory: Path, trust_remote_code: bool) -> Any:
     path = directory / "config.json"
     if not path.is_file():
         kind = "a LoRA adapter; merge it into its base model first" if _is_adapter(directory) else "no model directory"
@@ -264,7 +264,7 @@ def _load_weights(directory: Path, config: Any, dtype: str | torch.dtype, trust_
 
 def check_model_directory(directory: Path, trust_remote_code: bool = False) -> None:
     """Everything about a model directory that can be checked without reading its weights; raises `UsageError`."""
-    config = _load_config(directory, trust_remote_code)
+    config = load_config(directory, trust_remote_code)
     load_tokenizer(directory, trust_remote_code)
     _check_weights(directory)
     _check_architecture(directory, config)

@@ -13,6 +13,7 @@ from estr.environments.registry import make_task
 from estr.environments.runner import is_unicode
 from estr.errors import RunError, asked_to_stop
 from estr.models.conversation import chat_format
+from estr.models.load import load_model
 from estr.models.stops import StopTexts
 from estr.runtime.calls import Calls
 from estr.runtime.rollout import EpisodeLimits, RolloutWorker
@@ -62,7 +63,12 @@ def _checked(problem: Problem, what: str) -> Problem:
 
 def context_length(config: Config, model: Any) -> int:
     """Tokens one row may have: what the model was made for, or less where the configuration says so."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
+    return context_limit(config, model.config)
+
+
+def context_limit(config: Config, model_config: Any) -> int:
+    """:func:`context_length` of a model of which only the configuration is known."""
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 4096
     return min(limit, config.rollout.max_context) if config.rollout.max_context else int(limit)
 
 
@@ -77,7 +83,7 @@ def build_rollout_worker(
     wait_for_tools: bool = True,
     calls: Calls | None = None,
     keep_progress: bool = False,
-) -> RolloutWorker:
+) -> RolloutWorker[LocalEngine]:
     """Episodes on a local engine around ``model``; the engine has no weights until it is given some.
 
     With a ``temperature`` of its own it is for evaluation: tokens are left out as in training, but nothing explores and
@@ -102,6 +108,18 @@ def build_rollout_worker(
     return RolloutWorker(
         engine, task, tokenizer, limits, wait_for_tools=wait_for_tools, calls=calls, keep_progress=keep_progress
     )
+
+
+def build_engine_worker(config: Config, task: Task, path: str | Path, calls: Calls) -> tuple[RolloutWorker[Any], int]:
+    """Episodes on the configured engine for the model at ``path``, and the size of that model's vocabulary."""
+    if config.rollout.engine == "vllm":
+        from estr.runtime.vllm import build_vllm_worker
+
+        return build_vllm_worker(config, task, path, calls)
+    dtype = "bfloat16" if config.rollout.dtype == "bfloat16" else "float32"
+    loaded = load_model(path, dtype, config.model.trust_remote_code)
+    worker = build_rollout_worker(config, task, loaded.model, loaded.tokenizer, calls=calls, keep_progress=True)
+    return worker, int(loaded.model.get_input_embeddings().weight.shape[0])
 
 
 def build_sampler(rollout: RolloutConfig, name: str, temperature: float) -> Sampler:

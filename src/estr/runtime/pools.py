@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from estr.config import Config
+from estr.engines.local import LocalEngine
 from estr.errors import RunError
 from estr.runtime.handles import STOP_TIMEOUT, Watch, WorkerHandle, preload
 from estr.runtime.messages import Activity, Died, Event, Interval, Job, Ready, Synced
@@ -53,7 +54,7 @@ class InlinePool:
     Keeps the versions that jobs may still ask for: ``window`` of them behind the newest.
     """
 
-    def __init__(self, worker: RolloutWorker, canary_tokens: Sequence[int], *, window: int) -> None:
+    def __init__(self, worker: RolloutWorker[LocalEngine], canary_tokens: Sequence[int], *, window: int) -> None:
         self._worker, self._canary_tokens, self._window = worker, canary_tokens, window
         self._events: deque[Event] = deque()
         self._jobs: list[Job] = []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
-from estr.engines.local import LocalEngine, Turn, TurnEnd
+from estr.engines.interface import Engine, Turn, TurnEnd
 from estr.environments.base import Environment, Message, Reply, Restorable, Task
 from estr.environments.runner import (
     EnvironmentFailure,
@@ -25,6 +25,7 @@ from estr.runtime.messages import Failed, Finished, Job, KeptTurn, Progress
 from estr.trajectory import Segment, Trajectory, derive_seed
 
 Result = Finished | Failed | KeptTurn
+EngineKind = TypeVar("EngineKind", bound=Engine)
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class _Episode:
     resumed_at: list[int] = field(default_factory=list)
 
 
-class RolloutWorker:
-    """Runs jobs on a local engine: submit, then tick until the results are there.
+class RolloutWorker(Generic[EngineKind]):
+    """Runs jobs on an engine: submit, then tick until the results are there.
 
     ``clock`` is monotonic seconds. With ``wait_for_tools`` False artificial latency is skipped and blocking tools are
     waited for in place, so that what happens depends on nothing but the jobs (lockstep, evaluation). ``calls`` is told
@@ -66,7 +67,7 @@ class RolloutWorker:
 
     def __init__(
         self,
-        engine: LocalEngine,
+        engine: EngineKind,
         task: Task,
         tokenizer: Any,
         limits: EpisodeLimits,

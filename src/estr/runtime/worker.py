@@ -24,7 +24,7 @@ from estr.runtime.kernel import end_with_parent, limit_memory, take_name
 from estr.runtime.messages import Activity, Alive, Died, Event, Interval, Job, Ready, Synced, Work
 
 if TYPE_CHECKING:
-    from estr.engines.local import EngineCounters
+    from estr.engines.interface import EngineCounters
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent alone decides what they mean, wherever they were sent
 _REPORT_EVERY = 0.2  # seconds between activity reports
@@ -130,23 +130,17 @@ class EngineProcess:
         """``weights``: where they come from; by default the shared memory that ``spec`` names."""
         import torch
 
-        from estr.models.load import load_model
-        from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens
+        from estr.runtime.builders import build_engine_worker, build_task, canary_tokens
         from estr.transport import WeightReader
 
         torch.set_num_threads(spec.threads)
         config = Config.model_validate(spec.config)
-        task = build_task(config)
-        dtype = "bfloat16" if config.rollout.dtype == "bfloat16" else "float32"
-        loaded = load_model(spec.model_path, dtype, config.model.trust_remote_code)
         calls = SharedCalls(Path(spec.calls_path))
-        self._worker = build_rollout_worker(
-            config, task, loaded.model, loaded.tokenizer, calls=calls, keep_progress=True
-        )
+        self._worker, vocabulary = build_engine_worker(config, build_task(config), spec.model_path, calls)
         self._engine = self._worker.engine
         self._reader: Weights = weights or WeightReader(spec.manifest, spec.reader)
-        self._own = config.rollout.dtype != "float32"
-        self._canary = canary_tokens(loaded.model.get_input_embeddings().weight.shape[0])
+        self._own = config.rollout.dtype != "float32" or config.rollout.engine == "vllm"
+        self._canary = canary_tokens(vocabulary)
         self._connection = connection
         self._held: list[Job] = []  # jobs that wait for their version
         self._timeline = Timeline(spec.name)
@@ -156,9 +150,16 @@ class EngineProcess:
         self.stopped = False
 
     def run(self) -> None:
-        self._send(Ready())
-        while not self.stopped:
-            self.turn()
+        try:
+            self._send(Ready())
+            while not self.stopped:
+                self.turn()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of what the engine holds beside this process."""
+        self._engine.close()
 
     def turn(self) -> None:
         """Once round: what came in, new weights, one engine step, what goes out."""

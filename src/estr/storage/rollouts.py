@@ -16,7 +16,6 @@ from estr.trajectory import Segment, Trajectory
 
 Row = dict[str, Any]
 State = Literal["trained", "finished", "dropped"]
-EntropyKind = Literal["exact", "bounded", "proxy"]
 
 _FLOATS, _INTS = pa.list_(pa.float32()), pa.list_(pa.int32())
 _OPTIONAL = {"support": pa.list_(_INTS), "topk_ids": pa.list_(_INTS), "topk_logprob": pa.list_(_FLOATS)}
@@ -87,8 +86,6 @@ class Settlement:
     learner_logprob: PerSegment | None = None
     learner_entropy: PerSegment | None = None  # nats
     proximal_logprob: PerSegment | None = None
-    entropy_kind: EntropyKind = "exact"
-    entropy_upper: PerSegment | None = None  # nats, where the entropy is an interval
     used: bool = False
 
     def __post_init__(self) -> None:
@@ -151,7 +148,6 @@ def _settlement_columns(settlement: Settlement) -> Row:
         "trained_step": settlement.trained_step,
         "target_version": settlement.target_version,
         "advantage": None if settlement.advantage is None else float(settlement.advantage),
-        "entropy_kind": settlement.entropy_kind,
     }
 
 
@@ -182,6 +178,8 @@ def _segment_columns(trajectory_id: str, index: int, segment: Segment) -> Row:
         "logprob": np.asarray(segment.logprob, np.float32),
         "entropy": np.asarray(segment.entropy, np.float32),
         "version": np.asarray(segment.version, np.int32),
+        "entropy_kind": "exact" if segment.entropy_upper is None else "bounded",
+        "entropy_upper": None if segment.entropy_upper is None else np.asarray(segment.entropy_upper, np.float32),
         **_optional_columns(segment),
     }
 
@@ -205,7 +203,7 @@ def _by_token(segment: Segment, column: Iterable[NDArray[Any] | None]) -> list[N
 
 
 def _learner_columns(settlement: Settlement, index: int, length: int) -> Row:
-    names = ("token_advantage", "learner_logprob", "learner_entropy", "proximal_logprob", "entropy_upper")
+    names = ("token_advantage", "learner_logprob", "learner_entropy", "proximal_logprob")
     return {name: _aligned(name, getattr(settlement, name), index, length) for name in names}
 
 

@@ -16,7 +16,13 @@ from estr.storage import encoding
 from estr.trajectory import Segment, Support, Trajectory
 
 _COLUMNS = {"tokens": "<i4", "action": "|b1", "logprob": "<f4", "entropy": "<f4", "version": "<i4"}
-_OPTIONAL = {"support_ids": "<i4", "support_offsets": "<i8", "topk_ids": "<i4", "topk_logprob": "<f4"}
+_OPTIONAL = {
+    "support_ids": "<i4",
+    "support_offsets": "<i8",
+    "topk_ids": "<i4",
+    "topk_logprob": "<f4",
+    "entropy_upper": "<f4",
+}
 _BYTES_PER_TOKEN = sum(np.dtype(kind).itemsize for kind in _COLUMNS.values())
 _MAX_BYTES = 1 << 30  # a payload that unpacks to more is damaged
 _SMALL = 1 << 13  # bytes; compressing these costs more than writing them
@@ -60,6 +66,8 @@ def _optional(segment: Segment) -> dict[str, NDArray[Any]]:
         arrays |= {"support_ids": support.ids, "support_offsets": support.offsets}
     if topk_ids is not None and topk_logprob is not None:
         arrays |= {"topk_ids": topk_ids, "topk_logprob": topk_logprob}
+    if segment.entropy_upper is not None:
+        arrays["entropy_upper"] = segment.entropy_upper
     return arrays
 
 

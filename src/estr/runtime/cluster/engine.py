@@ -122,11 +122,14 @@ class EngineActor:
         from estr.runtime.worker import EngineProcess
 
         process = EngineProcess(self._spec, self._mailbox, self._weights)
-        yield [Ready()]
-        while not process.stopped:
-            process.turn()
-            if events := self._mailbox.take():
-                yield events
+        try:
+            yield [Ready()]
+            while not process.stopped:
+                process.turn()
+                if events := self._mailbox.take():
+                    yield events
+        finally:
+            process.close()
 
     @ray.method(concurrency_group="beside")  # type: ignore[untyped-decorator, unused-ignore]
     def put(self, messages: Sequence[object]) -> None:

@@ -62,7 +62,7 @@ def judge(found: dict[str, Any]) -> collections.Counter[str]:
         outcomes["done" if refused is None else "refused"] += 1
         if refused is not None:
             assert "\n" not in refused
-            assert re.search(r"the disk is full|input/output error|locked|in use by", refused), refused
+            assert re.search(r"the disk is full|input/output error|locked|in use by|cannot be opened", refused), refused
     return outcomes
 
 

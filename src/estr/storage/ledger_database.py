@@ -132,7 +132,7 @@ class LedgerDatabase:
 CAUSES = {
     "SQLITE_FULL": "the disk is full; free some space and resume the run",
     "SQLITE_READONLY": "it is read-only; make the run directory writable and resume",
-    "SQLITE_CANTOPEN": "it cannot be opened; is the run directory writable?",
+    "SQLITE_CANTOPEN": "it cannot be opened; is the run directory writable, and the disk neither full nor failing?",
     "SQLITE_IOERR": "the disk reported an input/output error; check it before you resume",
     "SQLITE_BUSY": "another process keeps it locked; end that process and resume",
     "SQLITE_CORRUPT": "it is damaged; restore it from a copy, or start a new run from a checkpoint",

@@ -45,7 +45,7 @@ class Journal(Protocol):
 
     def batch(self) -> AbstractContextManager[None]: ...
 
-    def issued(self, ticket: Ticket, problem: Problem, version: int) -> None: ...
+    def issued(self, tickets: Sequence[Ticket], problem: Problem, version: int) -> None: ...
 
     def finished(self, trajectories: Sequence[Trajectory]) -> None: ...
 
@@ -56,7 +56,7 @@ class Nowhere:
     def batch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def issued(self, ticket: Ticket, problem: Problem, version: int) -> None:
+    def issued(self, tickets: Sequence[Ticket], problem: Problem, version: int) -> None:
         pass
 
     def finished(self, trajectories: Sequence[Trajectory]) -> None:
@@ -152,8 +152,7 @@ def drive(
         with journal.batch():
             for _ in range(schedule.admissible(version)):
                 tickets = schedule.admit(version)
-                for ticket in tickets:
-                    journal.issued(ticket, problem, version)
+                journal.issued(tickets, problem, version)
                 pool.submit(tickets)
         if not start:
             start = time.perf_counter()  # the first fill is the only time when nothing finishes

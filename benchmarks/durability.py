@@ -42,7 +42,17 @@ TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (
         "ledger",
         Ledger,
-        ("issue", "finish_packed", "keep_packed_turns", "settle", "drop", "drop_group", "load", "position", "commit"),
+        (
+            "issue_group",
+            "finish_packed",
+            "keep_packed_turns",
+            "settle",
+            "drop",
+            "drop_group",
+            "load",
+            "position",
+            "commit",
+        ),
     ),
     ("rollouts", RunJournal, ("_rows",)),
     ("rollouts", RolloutWriter, ("write", "flush")),

@@ -39,7 +39,6 @@ from estr.runtime.setup import _make_schedule, _minibatches, prepared
 from estr.schedule import Group, Ticket
 from estr.storage.checkpoints import latest_checkpoint
 from estr.storage.run_directory import RunDirectory
-from estr.trajectory import Trajectory
 from loop_helpers import small
 
 LOOP = (
@@ -89,9 +88,9 @@ class Silent:
     def batch(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def issued(self, ticket: Ticket, problem: Problem, version: int) -> None: ...
+    def issued(self, tickets: Sequence[Ticket], problem: Problem, version: int) -> None: ...
 
-    def finished(self, trajectory: Trajectory) -> None: ...
+    def finished(self, results: Sequence[Finished]) -> None: ...
 
     def failed(self, ticket: Ticket, reason: str) -> None: ...
 

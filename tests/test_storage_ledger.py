@@ -209,6 +209,16 @@ def test_a_group_is_not_trained_short(ledger):
     refused(ledger, lambda: ledger.settle(["00000000-000"], 1), "group 0 would be trained with 1 of its 2")
 
 
+def test_a_group_is_issued_together_and_again_after_a_resume(ledger):
+    about = {"group_size": 3, "task_id": "t", "prompt": "p?", "group_key": "t"}
+    ledger.issue_group(0, [(0, 0, 11), (1, 0, 12)], **about)
+    ledger.issue_group(0, [(0, 0, 11), (2, 0, 13)], **about)
+    assert [(one.sibling, one.seed, one.issues) for one in ledger.in_flight()] == [(0, 11, 2), (1, 12, 1), (2, 13, 1)]
+    refused(ledger, lambda: ledger.issue_group(0, [(0, 0, 11), (1, 0, 99)], **about), r"00000000-001 \(it is issued\)")
+    refused(ledger, lambda: ledger.issue_group(0, [(0, 0, 11), (3, 0, 14)], **about), "beyond the size of its group")
+    refused(ledger, lambda: ledger.issue_group(0, [(0, 0, 11), (1, 1, 15)], **about), "is not dropped")
+
+
 def test_of_several_results_the_refused_one_is_named_and_none_is_filed(ledger):
     issue_group(ledger, 0)
     issue_group(ledger, 1)

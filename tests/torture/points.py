@@ -35,7 +35,7 @@ class Point:
 PROCESSES = ("async", "sync")
 POINTS = (
     Point("start", "estr.storage.run_record:RunRecord.begin", "after", most=1),
-    Point("issuing", "estr.storage.ledger:Ledger.issue", "after", most=12),
+    Point("issuing", "estr.storage.ledger:Ledger.issue_group", "after", most=12),
     Point("issuing", "estr.runtime.pools:ProcessPool.submit", "before", modes=PROCESSES, most=6),
     Point("issuing", "estr.runtime.pools:ProcessPool.submit", "after", modes=PROCESSES, most=6),
     Point("generating", "estr.engines.local:LocalEngine.step", "before", "engine", PROCESSES, most=40),

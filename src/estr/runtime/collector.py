@@ -41,7 +41,7 @@ class Journal(Protocol):
 
     def batch(self) -> AbstractContextManager[None]: ...
 
-    def issued(self, ticket: Ticket, problem: Problem, version: int) -> None: ...
+    def issued(self, tickets: Sequence[Ticket], problem: Problem, version: int) -> None: ...
 
     def finished(self, results: Sequence[Finished]) -> None: ...
 
@@ -122,7 +122,7 @@ class Collector:
         for tickets in groups:
             self._place(tickets[0].group)
         with self._journal.batch():
-            jobs = [self._job(ticket) for tickets in groups for ticket in tickets]
+            jobs = [job for tickets in groups for job in self._jobs(tickets)]
         self._pool.submit(jobs)
 
     def _place(self, number: int) -> None:
@@ -131,9 +131,13 @@ class Collector:
         if number not in self._places:
             self._places[number] = self._free_places.pop(0) if self._free_places else len(self._places)
 
-    def _job(self, ticket: Ticket) -> Job:
-        problem = self._problems[ticket.group]
-        self._journal.issued(ticket, problem, self._version)
+    def _jobs(self, tickets: Sequence[Ticket]) -> list[Job]:
+        """Write trajectories of a group into the ledger as issued, and what an engine is told of them."""
+        problem = self._problems[tickets[0].group]
+        self._journal.issued(tickets, problem, self._version)
+        return [self._job(ticket, problem) for ticket in tickets]
+
+    def _job(self, ticket: Ticket, problem: Problem) -> Job:
         begun = self._progress.pop(ticket.trajectory_id, None)
         return Job(
             group=ticket.group,
@@ -278,7 +282,7 @@ class Collector:
         with self._journal.batch():
             self._journal.failed(Ticket(job.group, job.sibling, job.attempt), event.reason)
             if isinstance(outcome, Ticket):
-                again.append(self._job(outcome))
+                again += self._jobs([outcome])
             else:
                 self._journal.dropped(outcome.number, f"a sibling failed: {event.reason}")
         self._pool.submit(again)

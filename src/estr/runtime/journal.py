@@ -44,14 +44,13 @@ class RunJournal:
         """One durable transaction for several transitions."""
         return self._ledger.batch()
 
-    def issued(self, ticket: Ticket, problem: Problem, version: int) -> None:
-        """A trajectory is about to be given to an engine."""
-        self._ledger.issue(
-            ticket.group,
-            ticket.sibling,
-            ticket.attempt,
-            seed=derive_seed(self._config.run.seed, ticket.group, ticket.sibling, ticket.attempt),
-            group_size=group_size(self._config, ticket.group),
+    def issued(self, tickets: Sequence[Ticket], problem: Problem, version: int) -> None:
+        """Trajectories of a group are about to be given to an engine."""
+        group, seed = tickets[0].group, self._config.run.seed
+        self._ledger.issue_group(
+            group,
+            [(one.sibling, one.attempt, derive_seed(seed, group, one.sibling, one.attempt)) for one in tickets],
+            group_size=group_size(self._config, group),
             task_id=problem.task_id,
             prompt=problem.prompt,
             group_key=problem.task_id,

@@ -23,6 +23,9 @@ from estr.storage import encoding
 from estr.storage.encoding import clean_text
 from estr.storage.ledger_database import LedgerDatabase
 from estr.storage.ledger_rows import (
+    ISSUE,
+    ISSUE_AGAIN,
+    ISSUES,
     RESULT,
     RESULTS,
     TRAINED,
@@ -91,14 +94,6 @@ class Ledger(LedgerDatabase):
             has changed then.
     """
 
-    def __init__(self, run: Any) -> None:
-        super().__init__(run)
-        self._group: tuple[int, int, str] | None = None  # the newest that is known to be there as this
-
-    def _undo(self, level: str | None) -> None:
-        self._group = None
-        super()._undo(level)
-
     # ------------------------------------------------------------------ a trajectory's life
 
     def issue(
@@ -119,25 +114,57 @@ class Ledger(LedgerDatabase):
         One that is in flight may be issued again with the same seed (after a resume); a further attempt needs the one
         before to be dropped.
         """
-        name = trajectory_id(group, sibling, attempt)
-        about = (group, group_size, clean_text(task_id), clean_text(prompt), clean_text(group_key), version)
-        with self._lock:
-            if self._group == about[:3]:
-                self._issue(name, key_of(group, sibling, attempt), group, sibling, attempt, seed)
-                return name
-            with self.batch():
-                self._change(
-                    name, "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO NOTHING", *about
-                )
-                self._check_group(*about[:3])
-                self._issue(name, key_of(group, sibling, attempt), group, sibling, attempt, seed)
-            self._group = about[:3]
-        return name
+        self.issue_group(
+            group,
+            [(sibling, attempt, seed)],
+            group_size=group_size,
+            task_id=task_id,
+            prompt=prompt,
+            group_key=group_key,
+            version=version,
+        )
+        return trajectory_id(group, sibling, attempt)
 
-    def _issue(self, name: str, key: int, group: int, sibling: int, attempt: int, seed: int) -> None:
-        values = (key, name, group, sibling, attempt, seed)
-        if not self._change(name, f"{_ISSUE} {_AGAIN}", *values):
-            self._change(name, _ISSUE, *values)  # refused, with the reason
+    def issue_group(
+        self,
+        group: int,
+        siblings: Sequence[tuple[int, int, int]],
+        *,
+        group_size: int,
+        task_id: str = "",
+        prompt: str = "",
+        group_key: str = "",
+        version: int = 0,
+    ) -> None:
+        """``issue`` for several (sibling, attempt, seed) of a group."""
+        about = (group, group_size, clean_text(task_id), clean_text(prompt), clean_text(group_key), version)
+        rows = [
+            (key_of(group, sibling, attempt), trajectory_id(group, sibling, attempt), group, sibling, attempt, seed)
+            for sibling, attempt, seed in siblings
+        ]
+        with self.batch():
+            name = trajectory_id(group, *siblings[0][:2])
+            self._change(name, "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO NOTHING", *about)
+            self._check_group(*about[:3])
+            if len(rows) == 1 or not self._issue_together(rows):
+                for row in rows:
+                    self._issue(*row)
+
+    def _issue_together(self, rows: Sequence[tuple[int, str, int, int, int, int]]) -> bool:
+        """Whether one statement could do it; where not, it has changed nothing."""
+        try:
+            with self.batch():
+                if self._run(ISSUES, json.dumps(rows)).rowcount < len(rows):
+                    raise RunError("one of them is neither new nor in flight")
+        except RunError as error:
+            if isinstance(error.__cause__, sqlite3.IntegrityError | None):
+                return False
+            raise
+        return True
+
+    def _issue(self, key: int, name: str, *values: int) -> None:
+        if not self._change(name, ISSUE_AGAIN, key, name, *values):
+            self._change(name, ISSUE, key, name, *values)  # refused, with the reason
 
     def finish(self, *trajectories: Trajectory) -> None:
         """Put trajectories that were in flight into the spool; only after this may the learner see them."""
@@ -346,7 +373,6 @@ class Ledger(LedgerDatabase):
             trained = self._one("SELECT COUNT(*) FROM trajectories WHERE key >= ? AND state = 'trained'", first * SPAN)
             if trained:
                 raise RunError(f"the ledger {self.path} cannot forget group {first} and later: {trained} were trained")
-            self._group = None
             with self._rewinding():
                 for table in ("spool", "turns", "trajectories"):
                     self._run(f"DELETE FROM {table} WHERE key >= ?", first * SPAN)
@@ -442,9 +468,6 @@ class Ledger(LedgerDatabase):
 
 
 _OF_GROUP = f"key BETWEEN ?1 * {SPAN} AND ?1 * {SPAN} + {SPAN - 1}"
-
-_ISSUE = "INSERT INTO trajectories (key, id, number, sibling, attempt, seed) VALUES (?, ?, ?, ?, ?, ?)"
-_AGAIN = "ON CONFLICT (key) DO UPDATE SET issues = issues + 1 WHERE state = 'issued' AND seed = excluded.seed"
 
 _ISSUED = (
     "SELECT number, sibling, attempt, seed, size, task_id, prompt, group_key, version, issues "

@@ -36,6 +36,13 @@ _KEY = "json_extract(value, '$[0]')"
 _PAYLOAD = "substr(?2, json_extract(value, '$[1]'), json_extract(value, '$[2]'))"
 _CONTEXT = "json_extract(value, '$[3]')"
 
+_INTO = "INSERT INTO trajectories (key, id, number, sibling, attempt, seed)"
+_AGAIN = "ON CONFLICT (key) DO UPDATE SET issues = issues + 1 WHERE state = 'issued' AND seed = excluded.seed"
+_COLUMNS = [f"json_extract(value, '$[{place}]')" for place in range(6)]
+
+ISSUE = f"{_INTO} VALUES (?, ?, ?, ?, ?, ?)"
+ISSUE_AGAIN = f"{ISSUE} {_AGAIN}"
+ISSUES = f"{_INTO} {_from_json(*_COLUMNS)} WHERE true {_AGAIN}"
 RESULTS = f"INSERT INTO results {_from_json(_KEY, _PAYLOAD)}"
 RESULT = "INSERT INTO results VALUES (?1, ?2)"
 TURNS = f"INSERT OR REPLACE INTO turns {_from_json(_KEY, _PAYLOAD, _CONTEXT)}"

@@ -15,10 +15,12 @@ from estr.trajectory import Segment, Trajectory
 VOCABULARY = 41
 
 
-def tiny_model(seed: int = 0, tied: bool = True, scale: float = 0.25) -> Any:
+def tiny_model(
+    seed: int = 0, tied: bool = True, scale: float = 0.25, vocabulary: int = VOCABULARY, head: int = 8
+) -> Any:
     """A Qwen3 (tied head) or Llama (own head) of two layers with weights large enough to matter."""
     shared = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": vocabulary,
         "hidden_size": 16,
         "intermediate_size": 24,
         "num_hidden_layers": 2,
@@ -29,7 +31,7 @@ def tiny_model(seed: int = 0, tied: bool = True, scale: float = 0.25) -> Any:
         "pad_token_id": 0,
     }
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**shared, head_dim=8)) if tied else LlamaForCausalLM(LlamaConfig(**shared))
+    model = Qwen3ForCausalLM(Qwen3Config(**shared, head_dim=head)) if tied else LlamaForCausalLM(LlamaConfig(**shared))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=scale)
     return model

@@ -13,7 +13,7 @@ from estr.controllers import controller
 from estr.errors import RunError
 from estr.learner import Extensions, Learner
 from estr.learner.learner import needs_reference
-from estr.learner.minibatch import Minibatch
+from estr.learner.minibatch import Task
 from estr.learner.rollouts import Rollouts
 from estr.shaping import shaping
 from learner_helpers import (
@@ -139,13 +139,13 @@ def test_what_a_recipe_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch, bu
     near_policy(model, groups, noise=2.0)
     objective = {"recipe": "estr", "tau": 0.5, "undecided": "error", "denominator": "kept"}
     learner = Learner(model, settings(objective=objective, learner={"tokens_per_microbatch": budget}))
-    original = Minibatch.token_batch
+    original = Task.token_batch
 
     def with_interval(self, *args, **kwargs):
         batch = original(self, *args, **kwargs)
         batch.behavior_entropy_upper = torch.full_like(batch.behavior_entropy, 50.0)
         return batch
 
-    monkeypatch.setattr(Minibatch, "token_batch", with_interval)
+    monkeypatch.setattr(Task, "token_batch", with_interval)
     with pytest.raises(RunError, match=r"objective.recipe estr: \d+ tokens are undecided"):
         next(learner.train(groups))

@@ -219,6 +219,12 @@ class LearnerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Autocast type; master weights stay float32.")
     truncated: Literal["keep", "mask", "penalize"] = Field("keep", description="What trains of cut-off trajectories.")
     truncation_penalty: float = Field(0.5, ge=0, description="Reward taken from them when penalized.")
+    ranks: int = Field(
+        1, ge=1, le=4_096, description="Processes that share out weights, gradients and moments (FSDP2) and each batch."
+    )
+    rank_timeout: float = Field(
+        600.0, ge=1, le=1_000_000, description="Seconds a rank waits for the others before the run fails."
+    )
     max_skipped_steps: int = Field(
         5, ge=1, le=1_000_000, description="Skipped steps in a row that count as divergence."
     )

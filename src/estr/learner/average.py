@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from estr.errors import RunError
+from estr.learner.sharding import own_part
 
 
 class AveragedWeights:
@@ -21,7 +22,7 @@ class AveragedWeights:
 
     def __init__(self, model: nn.Module, beta: float) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._average = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+        self._average = {name: own_part(p).float().clone() for name, p in self._parameters.items()}
         self.beta, self.total = beta, 1.0
 
     @torch.no_grad()
@@ -30,27 +31,33 @@ class AveragedWeights:
         total = self.beta * self.total + 1
         kept, new = self.beta * self.total / total, 1 / total
         for name, average in self._average.items():
-            average.mul_(kept).add_(self._parameters[name].detach().float(), alpha=new)
+            average.mul_(kept).add_(own_part(self._parameters[name]).float(), alpha=new)
         self.total = total
 
     @contextmanager
     def weights(self) -> Iterator[None]:
         """The model has the averaged weights in here, and its own again outside."""
-        own = {name: p.data for name, p in self._parameters.items()}
+        self._exchange()
         try:
-            for name, parameter in self._parameters.items():
-                parameter.data = self._average[name].to(parameter.dtype)
             yield
         finally:
-            for name, parameter in self._parameters.items():
-                parameter.data = own[name]
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """In place, one weight after the other: FSDP gathers from where a shard lies."""
+        for name, average in self._average.items():
+            weight = own_part(self._parameters[name])
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps as JSON."""
         return {"total": self.total}
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The averaged weights by parameter name; no copies."""
+        """The averaged weights by parameter name, of a sharded model this rank's part; no copies."""
         return dict(self._average)
 
     def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -15,20 +15,18 @@ from estr.advantages import AdvantageEstimator, advantage
 from estr.config.sections import Config, ObjectiveConfig
 from estr.controllers import effective_sample_size, sequence_log_weight
 from estr.errors import RunError, UsageError
-from estr.learner.average import AveragedWeights
 from estr.learner.extensions import Extensions
 from estr.learner.metrics import finite_only, policy_entropy, reward_metrics, staleness_metrics
 from estr.learner.minibatch import Minibatch
-from estr.learner.optimizer import Optimizer
 from estr.learner.packing import Columns, pack, unpack
-from estr.learner.reference import Reference
+from estr.learner.rank import Rank, Weights, under
+from estr.learner.ranks import Others, Ranks
 from estr.learner.replacing import put_in_place
 from estr.learner.results import BrokenWeights, StepResult, TrainedTrajectory, aligned
 from estr.learner.rollouts import Rollouts, minibatch_plan
 from estr.learner.schedules import learning_rate
-from estr.learner.scoring import score, score_microbatches, score_norms
 from estr.learner.step import Gradient, Seen
-from estr.models.forward import can_share_prompts, check_head, head_of, prepare_model
+from estr.models.forward import head_of
 from estr.objectives import Objective, find_recipe, objective
 from estr.state import finite_mean
 from estr.trajectory import Segment, Trajectory, derive_seed
@@ -59,7 +57,8 @@ class Learner:
 
     ``reference`` is the frozen model of ``objective.kl_coef`` or of the recipe; without one, a copy of the starting
     weights is kept (with adapters: the base model, no copy). ``think_end`` is the token that ends thinking, where the
-    tokenizer has one. Raises UsageError where recipe, advantage or model cannot work together.
+    tokenizer has one. ``others`` are the other ranks, where the weights are shared out between several processes.
+    Raises UsageError where recipe, advantage or model cannot work together.
     """
 
     def __init__(
@@ -70,26 +69,28 @@ class Learner:
         reference: nn.Module | None = None,
         extensions: Extensions | None = None,
         think_end: int | None = None,
+        others: Others | None = None,
     ) -> None:
         self.model, self.config, self._think_end = model, config, think_end
         self.version = 0
         self.skipped = 0
         self.skipped_in_row = 0
         self._held_back = False
-        self.objective, self._estimator = _methods(config, model)
+        self.objective, self._estimator = methods(config, model)
         self.extensions = extensions or Extensions.of(config)
-        self.device = next(model.parameters()).device
-        self._autocast = torch.bfloat16 if config.learner.dtype == "bfloat16" else None
-        prepare_model(model, config.model.gradient_checkpointing)
-        self.optimizer = Optimizer(model, config.learner)
-        check_head(model)
-        self._share = config.learner.share_prompts and can_share_prompts(model)
-        self._reference = Reference(model, reference) if needs_reference(config) else None
-        beta = self.objective.composition.average
-        self._average = None if beta is None else AveragedWeights(model, beta)
-        self._gradient = Gradient(
-            model, self.objective, config.objective, self.extensions, config.rollout.temperature, self._autocast
+        own = Rank(
+            model,
+            config,
+            self.objective,
+            self.extensions.controllers,
+            needs_reference=needs_reference(config),
+            reference=reference,
+            device=None if others is None else others.device,
         )
+        self.ranks: Rank | Ranks = own if others is None else Ranks(own, others)
+        self.device, self.optimizer = self.ranks.device, self.ranks.optimizer
+        self._share = config.learner.share_prompts and own.can_share_prompts
+        self._gradient = Gradient(self.ranks, self.objective, self.extensions)
 
     def train(self, groups: Sequence[Sequence[Trajectory]]) -> Iterator[StepResult]:
         """One rollout batch: yields after each optimizer step, before the next one begins.
@@ -102,10 +103,11 @@ class Learner:
         plan = minibatch_plan(len(groups), learner.minibatches, learner.epochs, seed)
         self._freeze(rollouts, plan)
         for number, part in enumerate(plan):
-            minibatch = Minibatch.of(rollouts, part, learner.tokens_per_microbatch, self.device, share=self._share)
-            if self._average is not None:
-                with self._average.weights():
-                    columns = self._columns(self.model, rollouts, minibatch.learning)
+            minibatch = Minibatch.of(
+                rollouts, part, learner.tokens_per_microbatch, self.device, share=self._share, ranks=self.ranks.count
+            )
+            if self.ranks.average is not None:
+                columns = self._columns("average", rollouts, minibatch.learning)
                 rollouts.proximal_logprob, rollouts.proximal_entropy = columns
             result = self._step(minibatch, fresh=number == 0 and self._freezes_proximal)
             result.dropped, dropped = dropped, []
@@ -117,7 +119,20 @@ class Learner:
         action = np.arange(len(ids)) > 0
         nothing = np.zeros(len(ids), np.float32)
         segment = Segment(ids, action, nothing, nothing, np.zeros(len(ids), np.int32))
-        return score(self.model, [segment], self.config.rollout.temperature)[0][0]
+        ((logprob, _),) = self.ranks.score(pack([[segment]], len(ids), ranks=self.ranks.count), "policy")
+        return logprob.float().cpu().numpy()
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The policy's plain weights by name, each once: the parameters' own storage, of several ranks copies."""
+        return self.ranks.weights()
+
+    def trainable(self) -> Mapping[str, Tensor]:
+        """The trainable weights (of adapters, those) by name of their parameter; copies of several ranks."""
+        return self.ranks.trainable()
+
+    def check(self) -> None:
+        """Raises RunError where a rank has died."""
+        self.ranks.check()
 
     def state(self) -> dict[str, Any]:
         """Counters and the extensions' memory, as JSON can hold them."""
@@ -126,19 +141,18 @@ class Learner:
             "skipped": self.skipped,
             "skipped_in_row": self.skipped_in_row,
             "extensions": self.extensions.state(),
-            **({} if self._average is None else {"average": self._average.state()}),
+            **({} if self.ranks.average is None else {"average": self.ranks.average.state()}),
         }
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Optimizer moments, the extensions' tensors and averaged weights by name; not the weights, and no copies."""
-        parts = {"optimizer": self.optimizer.state_tensors(), "extension": self.extensions.state_tensors()}
-        if self._average is not None:
-            parts["average"] = self._average.state_tensors()
-        return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+        """Optimizer moments, the extensions' tensors and averaged weights by name; not the weights. No copies, but of
+        several ranks, of which it is the whole."""
+        extensions = {f"extension/{name}": tensor for name, tensor in self.extensions.state_tensors().items()}
+        return {**extensions, **self.ranks.state_tensors()}
 
     def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on where :meth:`state` and :meth:`state_tensors` were taken; the model already holds those weights."""
-        if state["version"] > 0 and self._reference is not None and self._reference.is_copy:
+        if state["version"] > 0 and self.ranks.reference is not None and self.ranks.reference.is_copy:
             raise RunError(
                 "objective.kl_coef or the recipe needs the weights the run started from, but the model was loaded from "
                 "a checkpoint; give the learner the starting model as its reference"
@@ -146,10 +160,8 @@ class Learner:
         self.version, self.skipped, self.skipped_in_row = (
             int(state[name]) for name in ("version", "skipped", "skipped_in_row")
         )
-        self.optimizer.load_state_tensors(_under("optimizer/", tensors))
-        self.extensions.load_state(dict(state["extensions"]), _under("extension/", tensors))
-        if self._average is not None:
-            self._average.load_state(state["average"], _under("average/", tensors))
+        self.extensions.load_state(dict(state["extensions"]), under("extension/", tensors))
+        self.ranks.load_state(state, tensors)
 
     # ------------------------------------------------------------------ one rollout batch
 
@@ -182,15 +194,13 @@ class Learner:
     def _freezes_proximal(self) -> bool:
         """Whether the recipe reads q and q is the weights at the start of the rollout batch."""
         reads = not self.objective.uses.isdisjoint(("proximal_logprob", "proximal_entropy"))
-        return reads and self._average is None
+        return reads and self.ranks.average is None
 
     def _estimator_fields(self, rollouts: Rollouts) -> dict[str, Tensor]:
         if not self._estimator.needs:
             return {}
         chosen = range(len(rollouts.trajectories))
-        norms, logprob = score_norms(
-            self.model, rollouts.units(chosen), self.config.rollout.temperature, self._autocast
-        )
+        norms, logprob = self.ranks.score_norms(rollouts.units(chosen))
         behavior = [s.logprob[s.action] for t in rollouts.trajectories for s in t.segments]
         flat = torch.from_numpy(np.concatenate([*behavior, np.zeros(0, np.float32)]))
         weight = sequence_log_weight(logprob, flat, rollouts.sequence, len(chosen))
@@ -202,17 +212,15 @@ class Learner:
         if self._freezes_proximal:
             first = set(rollouts.of_groups(plan[0]))
             later = [i for i in rollouts.learning() if i not in first]
-            rollouts.proximal_logprob, rollouts.proximal_entropy = self._columns(self.model, rollouts, later)
-        if self._reference is not None:
-            with self._reference.weights() as model:
-                rollouts.reference_logprob, _ = self._columns(model, rollouts, rollouts.learning())
+            rollouts.proximal_logprob, rollouts.proximal_entropy = self._columns("policy", rollouts, later)
+        if self.ranks.reference is not None:
+            rollouts.reference_logprob, _ = self._columns("reference", rollouts, rollouts.learning())
 
-    def _columns(self, model: nn.Module, rollouts: Rollouts, chosen: list[int]) -> tuple[Columns, Columns]:
+    def _columns(self, weights: Weights, rollouts: Rollouts, chosen: list[int]) -> tuple[Columns, Columns]:
         """log-probabilities and entropies of the chosen trajectories; empty for all others."""
         units = [t.segments if i in set(chosen) else [] for i, t in enumerate(rollouts.trajectories)]
-        microbatches = pack(units, self.config.learner.tokens_per_microbatch, share=self._share)
-        temperature = self.config.rollout.temperature
-        scored = list(score_microbatches(model, microbatches, temperature, self._autocast))
+        microbatches = pack(units, self.config.learner.tokens_per_microbatch, share=self._share, ranks=self.ranks.count)
+        scored = self.ranks.score(microbatches, weights)
         logprob, entropy = unpack(units, microbatches, [a for a, _ in scored], [b for _, b in scored])
         return logprob, entropy
 
@@ -251,8 +259,8 @@ class Learner:
             return metrics, f"its loss is {seen.loss}"
         if not math.isfinite(norm):
             return metrics, f"its gradient norm is {norm}"
-        for controller in self.extensions.controllers:
-            metrics |= controller.transform(self.optimizer.gradients)
+        for number, controller in enumerate(self.extensions.controllers):
+            metrics |= self.ranks.transform(number)
             if controller.skip:
                 self._held_back = True
                 return metrics, f"the controller {type(controller).__name__} asked for no step"
@@ -261,13 +269,12 @@ class Learner:
         rate = learning_rate(self.version, self.config.run.steps, self.config.learner)
         rate *= self._rate_scale(minibatch, seen, fresh)
         self.optimizer.step(rate)
-        if not self.optimizer.finite:
+        if not self.optimizer.finite():
             raise BrokenWeights(
                 f"the optimizer step at version {self.version} left weights that are not finite (loss {seen.loss:.3g}, "
                 f"gradient norm {norm:.3g}, learning rate {rate:.3g})"
             )
-        if self._average is not None:
-            self._average.update()
+        self.ranks.update_average()
         if self.extensions.replacing is not None:
             metrics |= self.extensions.replacing.observe(finite_mean(-torch.cat(seen.logprob)))
         self.version += 1
@@ -346,7 +353,7 @@ def needs_reference(config: Config) -> bool:
     return section.kl_coef > 0 or "reference_logprob" in objective(section.recipe, **section.hyperparameters()).uses
 
 
-def _methods(config: Config, model: nn.Module) -> tuple[Objective, AdvantageEstimator]:
+def methods(config: Config, model: nn.Module) -> tuple[Objective, AdvantageEstimator]:
     section = config.objective
     try:
         chosen = objective(section.recipe, **_with_vocabulary(section, model))
@@ -370,7 +377,3 @@ def _with_vocabulary(section: ObjectiveConfig, model: nn.Module) -> dict[str, An
     if "vocabulary" in defaults and given.get("vocabulary", defaults["vocabulary"]) == defaults["vocabulary"]:
         given["vocabulary"] = int(head_of(model).weight.shape[0])
     return given
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,57 @@ from estr.batch import TokenBatch
 from estr.learner.packing import Columns, MicroBatch, pack, unpack
 from estr.learner.rollouts import ByTrajectory, Rollouts
 from estr.models.head import HeadValues
+from estr.objectives import Statistics
 from estr.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Task:
+    """One micro-batch of an optimizer step with all that is known of its N action tokens before its forward pass."""
+
+    microbatch: MicroBatch
+    advantage: Tensor  # float32 [N]
+    group: Tensor  # int64 [S]
+    reward: Tensor  # float64 [S]
+    target_version: int
+    fresh: bool  # the weights are still those of q, so q is π itself
+    proximal_logprob: Tensor | None = None  # [N]
+    proximal_entropy: Tensor | None = None  # [N]
+    reference_logprob: Tensor | None = None  # [N]
+    entropy_weight: Tensor | None = None  # float64 [N], what each token's entropy is worth in the loss
+    statistics: Statistics | None = None  # what the recipe must know of all micro-batches
+    now: HeadValues | None = None  # its forward pass, with graph, where there was one already
+
+    def to(self, device: torch.device) -> Task:
+        """The same with its tensors on ``device``."""
+        names = (name for name, value in vars(self).items() if isinstance(value, Tensor | MicroBatch | Statistics))
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def token_batch(self, now: HeadValues) -> TokenBatch:
+        """What the objective sees of it, where its values under π are ``now``."""
+        microbatch, device = self.microbatch, now.logprob.device
+        topk = now.other_logprob is not None
+        return TokenBatch(
+            logprob=now.logprob,
+            behavior_logprob=microbatch.behavior_logprob,
+            advantage=self.advantage,
+            advantage_scope="token",
+            sequence=microbatch.sequence,
+            sequences=len(microbatch.units),
+            behavior_entropy=microbatch.behavior_entropy,
+            behavior_entropy_upper=microbatch.behavior_entropy_upper,
+            proximal_logprob=now.logprob.detach() if self.fresh else self.proximal_logprob,
+            proximal_entropy=now.entropy.detach() if self.fresh else self.proximal_entropy,
+            reference_logprob=self.reference_logprob,
+            entropy=now.entropy,
+            version=microbatch.version,
+            target_version=self.target_version,
+            group=self.group.to(device),
+            reward=self.reward.to(device),
+            topk_ids=microbatch.topk_ids if topk else None,
+            behavior_topk_logprob=microbatch.topk_logprob if topk else None,
+            topk_logprob=now.other_logprob,
+        )
 
 
 @dataclass
@@ -48,11 +98,12 @@ class Minibatch:
         device: torch.device,
         *,
         share: bool = False,
+        ranks: int = 1,
     ) -> Minibatch:
         """The minibatch of some groups of a rollout batch; ``share``: siblings read their prompt once."""
         members = rollouts.of_groups(groups)
         learning = rollouts.learning(members)
-        packed = pack(rollouts.units(learning), tokens_per_microbatch, share=share)
+        packed = pack(rollouts.units(learning), tokens_per_microbatch, share=share, ranks=ranks)
         lengths = [rollouts.lengths[i] for i in members]
         moved = [microbatch.to(device) for microbatch in packed]
         return cls(rollouts, members, learning, moved, sum(lengths), sum(n > 0 for n in lengths))
@@ -68,47 +119,20 @@ class Minibatch:
         columns = self._select(self.rollouts.proximal_logprob)
         return [microbatch.gather(columns) for microbatch in self.microbatches]
 
-    def token_batch(
-        self,
-        microbatch: MicroBatch,
-        now: HeadValues,
-        advantage: Tensor,
-        target_version: int,
-        fresh: bool = False,
-    ) -> TokenBatch:
-        """What the objective sees of one micro-batch, whose values under π are ``now``. ``fresh``: the weights are
-        still those of q, so q is π itself."""
-        rollouts = self.rollouts
+    def task(self, place: int, advantage: Tensor, target_version: int, fresh: bool) -> Task:
+        """Micro-batch ``place`` with what this rollout batch knows of it. ``fresh``: see ``Task``."""
+        microbatch, rollouts = self.microbatches[place], self.rollouts
         chosen = torch.tensor([self.learning[unit] for unit in microbatch.units], dtype=torch.int64)
-        device = now.logprob.device
-        topk = now.other_logprob is not None
-        proximal: Tensor | None
-        proximal_entropy: Tensor | None
-        if fresh:
-            proximal, proximal_entropy = now.logprob.detach(), now.entropy.detach()
-        else:
-            proximal = self._gather(microbatch, rollouts.proximal_logprob)
-            proximal_entropy = self._gather(microbatch, rollouts.proximal_entropy)
-        return TokenBatch(
-            logprob=now.logprob,
-            behavior_logprob=microbatch.behavior_logprob,
+        return Task(
+            microbatch=microbatch,
             advantage=advantage,
-            advantage_scope="token",
-            sequence=microbatch.sequence,
-            sequences=len(microbatch.units),
-            behavior_entropy=microbatch.behavior_entropy,
-            behavior_entropy_upper=microbatch.behavior_entropy_upper,
-            proximal_logprob=proximal,
-            proximal_entropy=proximal_entropy,
-            reference_logprob=self._gather(microbatch, rollouts.reference_logprob),
-            entropy=now.entropy,
-            version=microbatch.version,
+            group=rollouts.group[chosen],
+            reward=rollouts.reward[chosen],
             target_version=target_version,
-            group=rollouts.group[chosen].to(device),
-            reward=rollouts.reward[chosen].to(device),
-            topk_ids=microbatch.topk_ids if topk else None,
-            behavior_topk_logprob=microbatch.topk_logprob if topk else None,
-            topk_logprob=now.other_logprob,
+            fresh=fresh,
+            proximal_logprob=None if fresh else self._gather(microbatch, rollouts.proximal_logprob),
+            proximal_entropy=None if fresh else self._gather(microbatch, rollouts.proximal_entropy),
+            reference_logprob=self._gather(microbatch, rollouts.reference_logprob),
         )
 
     def by_trajectory(self, *series: list[Tensor]) -> list[ByTrajectory]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from estr.config.sections import LearnerConfig
 from estr.errors import RunError
+from estr.learner.sharding import Shards, own_part, placed_like
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -17,14 +18,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 class Optimizer:
     """AdamW; weight decay acts on matrices only. Frozen parameters are no part of it.
 
-    Trainable weights are made float32 first: an update of a bfloat16 weight would mostly be rounded away.
+    Of weights that are sharded, each rank has its part of gradients and moments; norms are those of the whole.
     """
 
-    def __init__(self, model: nn.Module, config: LearnerConfig) -> None:
+    def __init__(self, model: nn.Module, config: LearnerConfig, shards: Shards | None = None) -> None:
+        """``shards``: how the weights are shared out between ranks, where they are."""
+        self._shards = shards
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        for parameter in self.parameters.values():
-            if parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = parameter.data.float()
         matrices = [p for p in self.parameters.values() if p.ndim >= 2]
         others = [p for p in self.parameters.values() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -38,17 +38,19 @@ class Optimizer:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Gradients of all trainable weights that have one."""
-        return [p.grad for p in self.parameters.values() if p.grad is not None]
+        """Gradients of all trainable weights that have one, this rank's part of them."""
+        return [own_part(p.grad) for p in self.parameters.values() if p.grad is not None]
 
     def gradient_norm(self) -> float:
         """Euclidean norm over all gradients; not finite where one of them is not."""
-        return float(torch.nn.utils.get_total_norm(self.gradients))
+        norm = torch.nn.utils.get_total_norm(self.gradients)
+        return float(norm if self._shards is None else self._shards.sum(norm.double().square()).sqrt())
 
-    @property
     def finite(self) -> bool:
         """Whether every trainable weight is a finite number."""
-        return math.isfinite(float(torch.nn.utils.get_total_norm(self.parameters.values(), math.inf)))
+        parts = [part for part in map(own_part, self.parameters.values()) if part.numel()]
+        largest = torch.nn.utils.get_total_norm(parts, math.inf) if parts else torch.zeros(())
+        return math.isfinite(float(largest if self._shards is None else self._shards.sum(largest.double())))
 
     def clip(self, norm: float, max_norm: float) -> None:
         """Scale gradients of global norm ``norm`` down to ``max_norm``; 0 never scales."""
@@ -67,7 +69,7 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Moments and step counts by ``<moment>.<parameter name>``; no copies."""
+        """Moments and step counts by ``<moment>.<parameter name>``; no copies. Sharded moments are DTensors."""
         return {
             f"{moment}.{name}": self._adamw.state[parameter][moment]
             for name, parameter in self.parameters.items()
@@ -76,7 +78,8 @@ class Optimizer:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what :meth:`state_tensors` gave. Raises RunError where it belongs to other weights."""
+        """Take back what :meth:`state_tensors` gave, of sharded moments this rank's part. Raises RunError where it
+        belongs to other weights."""
         known = {f"{moment}.{name}" for name in self.parameters for moment in _MOMENTS}
         for name in tensors:
             if name not in known:
@@ -89,9 +92,17 @@ class Optimizer:
         state = {}
         for moment in _MOMENTS:
             value = tensors.get(f"{moment}.{name}")
-            shape = torch.Size([]) if moment == "step" else parameter.shape
+            shape = torch.Size([]) if moment == "step" else own_part(parameter).shape
             if value is None or value.shape != shape:
                 got = "nothing" if value is None else list(value.shape)
                 raise RunError(f"the optimizer state {moment}.{name} should have shape {list(shape)}, got {got}")
-            state[moment] = value.detach().to(parameter.device, torch.float32, copy=True)
+            own = value.detach().to(parameter.device, torch.float32, copy=True)
+            state[moment] = own if moment == "step" else placed_like(parameter, own)
         return state
+
+
+def make_trainable_weights_wide(model: nn.Module) -> None:
+    """Make them float32: an update of a bfloat16 weight would mostly be rounded away."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()

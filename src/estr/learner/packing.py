@@ -42,6 +42,7 @@ class MicroBatch:
     version: Tensor  # int64 [N]
     units: tuple[int, ...]  # index of each unit in the list that was packed
     rows: tuple[tuple[int, int, int], ...]  # (unit, segment, action tokens) of each row, in order
+    rank: int = 0  # which rank of the learner works on it
     support: Ragged | None = None  # the ids each action token was drawn from, where they are not the whole vocabulary
     topk_ids: Tensor | None = None  # int64 [N, K], the sampler's most likely tokens, where all rows have them
     topk_logprob: Tensor | None = None  # float32 [N, K], log μ of those
@@ -60,26 +61,41 @@ class MicroBatch:
         return torch.from_numpy(flat.astype(np.float32, copy=False)).to(self.target.device)
 
 
-def pack(units: Sequence[Unit], tokens_per_microbatch: int, *, share: bool = False) -> list[MicroBatch]:
+def pack(
+    units: Sequence[Unit], tokens_per_microbatch: int, *, share: bool = False, ranks: int = 1
+) -> list[MicroBatch]:
     """Micro-batches of at most ``tokens_per_microbatch`` tokens read, the longest units placed first.
 
     With ``share`` the rows of a micro-batch that have the same prompt read it once, and units with the same prompt are
     placed one after the other. Deterministic. A unit that is longer than the budget gets a micro-batch of its own; a
-    unit without action tokens is in none. Raises RunError where the first token of a row is an action, which nothing
-    predicts.
+    unit without action tokens is in none. Each rank gets units of nearly as many tokens, as far as whole units allow.
+    Raises RunError where the first token of a row is an action, which nothing predicts.
     """
     lengths = [sum(_read_length(row, unit, place) for place, row in enumerate(rows)) for unit, rows in enumerate(units)]
     prompts = [_prompts(rows) if share and length else [] for rows, length in zip(units, lengths, strict=True)]
     bins: list[_Bin] = []
-    for unit in _order(lengths, prompts):
-        found = next((one for one in bins if one.cost(lengths[unit], prompts[unit]) <= one.room), None)
-        if found is None:
-            found = _Bin(tokens_per_microbatch)
-            bins.append(found)
-        found.put(unit, lengths[unit], prompts[unit])
+    for rank, shared in enumerate(_shares(_order(lengths, prompts), lengths, ranks)):
+        own: list[_Bin] = []
+        for unit in shared:
+            found = next((one for one in own if one.cost(lengths[unit], prompts[unit]) <= one.room), None)
+            if found is None:
+                found = _Bin(tokens_per_microbatch, rank)
+                own.append(found)
+            found.put(unit, lengths[unit], prompts[unit])
+        bins += own
     bounded = any(row.entropy_upper is not None for rows in units for row in rows)
-    members = sorted(sorted(one.members) for one in bins)
-    return [_microbatch(units, chosen, share, bounded) for chosen in members]
+    ordered = sorted(bins, key=lambda one: min(one.members))
+    return [_microbatch(units, one, share, bounded) for one in ordered]
+
+
+def _shares(order: list[int], lengths: list[int], ranks: int) -> list[list[int]]:
+    """The units of each rank: consecutive ones, so that those with the same prompt stay together."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    total, before = sum(lengths[unit] for unit in order), 0
+    for unit in order:
+        shares[(2 * before + lengths[unit]) * ranks // (2 * total)].append(unit)
+        before += lengths[unit]
+    return shares
 
 
 def _order(lengths: list[int], prompts: list[list[bytes]]) -> list[int]:
@@ -95,6 +111,7 @@ class _Bin:
     """A micro-batch that is being filled: what room is left, and which prompts it has."""
 
     room: int
+    rank: int
     members: list[int] = field(default_factory=list)
     prompts: set[bytes] = field(default_factory=set)
 
@@ -130,8 +147,8 @@ def _read_length(row: Segment, unit: int, place: int) -> int:
     return int(actions[-1])
 
 
-def _microbatch(units: Sequence[Unit], members: list[int], share: bool, bounded: bool) -> MicroBatch:
-    store = _Tokens(share)
+def _microbatch(units: Sequence[Unit], filled: _Bin, share: bool, bounded: bool) -> MicroBatch:
+    store, members = _Tokens(share), sorted(filled.members)
     predict, chosen, sequence, rows, bounds = [], [], [], [], [0]
     for local, unit in enumerate(members):
         for place, row in enumerate(units[unit]):
@@ -156,6 +173,7 @@ def _microbatch(units: Sequence[Unit], members: list[int], share: bool, bounded:
         version=_long(version),
         units=tuple(members),
         rows=tuple(rows),
+        rank=filled.rank,
         read=_long(np.concatenate(store.read)) if store.count < bounds[-1] else None,
         **_optional([units[unit][place] for unit, place, _ in rows], bounded),
     )

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from estr.learner.packing import MicroBatch, Unit, pack, unpack
-from estr.models.forward import head_of, packed_hidden
-from estr.models.head import HeadValues, linear_polarity
+from estr.learner.policy import Policy
+from estr.models.head import HeadValues
 from estr.trajectory import Segment
 
 
@@ -35,19 +35,7 @@ def values(
     topk: bool = False,
 ) -> HeadValues:
     """What :func:`logprob_entropy` gives, and with ``topk`` log π ``[N, K]`` of the sampler's most likely tokens."""
-    return head_of(model).values(
-        _hidden(model, microbatch, autocast),
-        microbatch.target,
-        temperature,
-        support=microbatch.support,
-        others=microbatch.topk_ids if topk else None,
-    )
-
-
-def _hidden(model: nn.Module, microbatch: MicroBatch, autocast: torch.dtype | None) -> Tensor:
-    """The states ``[N, D]`` that predict the action tokens."""
-    m = microbatch
-    return packed_hidden(model, m.tokens, m.cu_seqlens, autocast, m.read).index_select(0, m.predict)
+    return Policy(model, temperature, autocast)(microbatch, topk)
 
 
 def score(
@@ -73,18 +61,6 @@ def score_microbatches(
     device = next(model.parameters()).device
     for microbatch in microbatches:
         yield logprob_entropy(model, microbatch.to(device), temperature, autocast)
-
-
-@torch.no_grad()
-def polarities(
-    model: nn.Module, microbatches: Sequence[MicroBatch], temperature: float, autocast: torch.dtype | None = None
-) -> list[Tensor]:
-    """Σ_v p_v² (log p_v + H) at each action token, ``[N]`` for each micro-batch; see ``linear_polarity``."""
-    result = []
-    for m in microbatches:
-        hidden = _hidden(model, m, autocast)
-        result.append(linear_polarity(hidden, head_of(model), temperature, support=m.support))
-    return result
 
 
 def score_norms(

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from estr.batch import TokenBatch
 from estr.config.sections import ObjectiveConfig
 from estr.controllers import entropy_term
 from estr.errors import RunError
 from estr.learner.extensions import Extensions, Prepared
-from estr.learner.minibatch import Minibatch
+from estr.learner.minibatch import Minibatch, Task
 from estr.learner.packing import MicroBatch
-from estr.learner.scoring import polarities, values
 from estr.models.head import HeadValues
 from estr.objectives import Objective, Statistics, merge_metrics, reference_kl
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What every micro-batch of an optimizer step shares: the denominators, and the seed of recipes that draw."""
+
+    token_count: int
+    sequence_count: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the backward pass of one micro-batch saw, without graph; its loss and ``terms`` are shares of sums over the
+    minibatch."""
+
+    logprob: Tensor
+    entropy: Tensor
+    loss: float
+    terms: dict[str, float]
+    metrics: dict[str, float]
+    tokens: int
+
+
+class Passes(Protocol):
+    """The passes of an optimizer step over its micro-batches, on one rank or several."""
+
+    @property
+    def count(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def values(self, microbatches: Sequence[MicroBatch], topk: bool, graph: bool) -> list[HeadValues]: ...
+
+    def polarities(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]: ...
+
+    def backward(self, tasks: Sequence[Task], whole: Whole) -> list[Part]: ...
 
 
 @dataclass
@@ -31,13 +68,13 @@ class Seen:
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def add(self, logprob: Tensor, entropy: Tensor, advantage: Tensor, loss: float, terms: dict[str, float]) -> None:
-        """Take in one micro-batch; its loss and ``terms`` are shares of sums over the minibatch."""
-        self.logprob.append(logprob.detach())
-        self.entropy.append(entropy.detach())
+    def add(self, part: Part, advantage: Tensor) -> None:
+        """Take in one micro-batch."""
+        self.logprob.append(part.logprob)
+        self.entropy.append(part.entropy)
         self.advantage.append(advantage)
-        self.loss += loss
-        for name, value in terms.items():
+        self.loss += part.loss
+        for name, value in part.terms.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
@@ -46,16 +83,13 @@ class Gradient:
     """Computes the gradient of one minibatch's loss.
 
     The loss is the objective's, plus ``kl_coef`` times the mean KL to the reference over all action tokens, minus what
-    an entropy regularizer pays. Any split into micro-batches gives the same gradient: denominators and statistics are
-    those of the whole minibatch.
+    an entropy regularizer pays. Any split into micro-batches, on any number of ranks, gives the same gradient:
+    denominators and statistics are those of the whole minibatch.
     """
 
-    model: nn.Module
+    passes: Passes
     objective: Objective
-    config: ObjectiveConfig
     extensions: Extensions
-    temperature: float
-    autocast: torch.dtype | None
 
     @property
     def needs_statistics(self) -> bool:
@@ -65,85 +99,87 @@ class Gradient:
 
     def __call__(self, minibatch: Minibatch, target_version: int, fresh: bool, seed: int) -> Seen:
         """Accumulate gradients. ``fresh``: the weights are still those that q was frozen at."""
-        step = _Step(minibatch, target_version, fresh)
-        passes = self._first_pass(minibatch)
-        prepared = self._prepare(step, passes)
-        statistics = self._statistics(step, passes, prepared)
-        seen, parts = Seen(metrics=dict(prepared.metrics)), []
-        for i, microbatch in enumerate(minibatch.microbatches):
-            now = passes[0] if len(minibatch.microbatches) == 1 else self._forward(microbatch)
-            batch = step.token_batch(i, now, prepared.advantages[i])
-            generator = torch.Generator(now.logprob.device).manual_seed(seed)
-            with self._refusals():
-                output = self.objective(batch, minibatch.token_count, minibatch.sequence_count, statistics, generator)
-            loss, terms = self._with_terms(output.loss, batch, prepared, i, minibatch.token_count)
-            loss.backward()
-            parts.append((output.metrics, batch.tokens))
-            seen.add(now.logprob, now.entropy, prepared.advantages[i], float(loss.detach()), terms)
-        seen.metrics |= merge_metrics(parts) | {"loss": seen.loss}
+        advantages = minibatch.advantages()
+        tasks = [minibatch.task(i, advantage, target_version, fresh) for i, advantage in enumerate(advantages)]
+        values = self._first_pass(minibatch)
+        prepared = self._prepare(tasks, values, advantages)
+        tasks = [replace(task, advantage=prepared.advantages[i]) for i, task in enumerate(tasks)]
+        statistics = self._statistics(tasks, values, seed)
+        for i, task in enumerate(tasks):
+            weight = None if prepared.entropy_weights is None else prepared.entropy_weights[i]
+            now = values[i] if self._keeps_graph(minibatch) else None
+            tasks[i] = replace(task, entropy_weight=weight, statistics=statistics[i], now=now)
+        parts = self.passes.backward(tasks, Whole(minibatch.token_count, minibatch.sequence_count, seed))
+        seen = Seen(metrics=dict(prepared.metrics))
+        for part, advantage in zip(parts, prepared.advantages, strict=True):
+            seen.add(part, advantage)
+        seen.metrics |= merge_metrics([(part.metrics, part.tokens) for part in parts]) | {"loss": seen.loss}
         return seen
 
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        """What a recipe refuses to go on with (estr with undecided = "error") ends the run with its sentence."""
-        try:
-            yield
-        except ValueError as error:
-            raise RunError(f"objective.recipe {self.objective.name}: {error}") from error
-
-    def _forward(self, microbatch: MicroBatch) -> HeadValues:
-        topk = "topk_logprob" in self.objective.uses
-        return values(self.model, microbatch, self.temperature, self.autocast, topk)
+    def _keeps_graph(self, minibatch: Minibatch) -> bool:
+        """Whether one forward pass serves for everything."""
+        return len(minibatch.microbatches) == 1 and self.passes.count == 1
 
     def _first_pass(self, minibatch: Minibatch) -> list[HeadValues]:
-        """Values of the whole minibatch where they are needed before the loss; one micro-batch keeps its graph."""
-        if len(minibatch.microbatches) == 1:
-            return [self._forward(minibatch.microbatches[0])]
-        if not (self.needs_statistics or self.extensions.need_values):
+        """Values of the whole minibatch where they are needed before the loss."""
+        graph, several = self._keeps_graph(minibatch), len(minibatch.microbatches) > 1
+        if not (graph or self.extensions.need_values or (several and self.needs_statistics)):
             return []
-        with torch.no_grad():
-            return [self._forward(microbatch) for microbatch in minibatch.microbatches]
+        return self.passes.values(minibatch.microbatches, "topk_logprob" in self.objective.uses, graph)
 
-    def _prepare(self, step: _Step, passes: list[HeadValues]) -> Prepared:
-        advantages = step.minibatch.advantages()
+    def _prepare(self, tasks: list[Task], values: list[HeadValues], advantages: list[Tensor]) -> Prepared:
         if not self.extensions.need_values:
             return Prepared(advantages, None, {})
         polarity = []
         if self.extensions.needs_polarity:
-            polarity = polarities(self.model, step.minibatch.microbatches, self.temperature, self.autocast)
-        return self.extensions.prepare(step.token_batches(passes, advantages), polarity)
+            polarity = self.passes.polarities([task.microbatch for task in tasks])
+        return self.extensions.prepare(token_batches(tasks, values), polarity)
 
-    def _statistics(self, step: _Step, passes: list[HeadValues], prepared: Prepared) -> Statistics | None:
-        if len(passes) < 2 or not self.needs_statistics:
-            return None
-        with self._refusals():
-            return self.objective.statistics(step.token_batches(passes, prepared.advantages))
-
-    def _with_terms(
-        self, loss: Tensor, batch: TokenBatch, prepared: Prepared, place: int, token_count: int
-    ) -> tuple[Tensor, dict[str, float]]:
-        """The objective's loss with the terms beside it, none of which any ratio multiplies."""
-        terms = {}
-        if self.config.kl_coef > 0 and batch.reference_logprob is not None:
-            kl = reference_kl(batch, self.config.kl_estimator).sum() / token_count
-            loss = loss + self.config.kl_coef * kl
-            terms["kl/reference"] = float(kl.detach())
-        if prepared.entropy_weights is not None and batch.entropy is not None:
-            loss = loss + entropy_term(prepared.entropy_weights[place], batch.entropy)
-        return loss, terms
+    def _statistics(self, tasks: list[Task], values: list[HeadValues], seed: int) -> Sequence[Statistics | None]:
+        """What each micro-batch must know of all of them."""
+        if len(tasks) < 2 or not self.needs_statistics:
+            return [None] * len(tasks)
+        batches = token_batches(tasks, values)
+        with refusals(self.objective):
+            if self.passes.count == 1:
+                return [self.objective.statistics(batches)] * len(tasks)
+            return self.objective.statistics_apart(batches, torch.Generator().manual_seed(seed))
 
 
-@dataclass
-class _Step:
-    """One optimizer step's minibatch and the version it is trained at."""
+def token_batches(tasks: list[Task], values: list[HeadValues]) -> list[TokenBatch]:
+    """What the objective sees of each micro-batch, without graph."""
+    return [task.token_batch(now).detach() for task, now in zip(tasks, values, strict=True)]
 
-    minibatch: Minibatch
-    target_version: int
-    fresh: bool
 
-    def token_batch(self, place: int, now: HeadValues, advantage: Tensor) -> TokenBatch:
-        microbatch = self.minibatch.microbatches[place]
-        return self.minibatch.token_batch(microbatch, now, advantage, self.target_version, self.fresh)
+def backward(task: Task, now: HeadValues, whole: Whole, objective: Objective, config: ObjectiveConfig) -> Part:
+    """Add the gradients of one micro-batch, whose values under π are ``now``, with graph."""
+    batch = task.token_batch(now)
+    generator = torch.Generator(now.logprob.device).manual_seed(whole.seed)
+    with refusals(objective):
+        output = objective(batch, whole.token_count, whole.sequence_count, task.statistics, generator)
+    loss, terms = _with_terms(output.loss, batch, task.entropy_weight, config, whole.token_count)
+    loss.backward()
+    return Part(now.logprob.detach(), now.entropy.detach(), float(loss.detach()), terms, output.metrics, batch.tokens)
 
-    def token_batches(self, passes: list[HeadValues], advantages: list[Tensor]) -> list[TokenBatch]:
-        return [self.token_batch(i, now, advantages[i]).detach() for i, now in enumerate(passes)]
+
+def _with_terms(
+    loss: Tensor, batch: TokenBatch, entropy_weight: Tensor | None, config: ObjectiveConfig, token_count: int
+) -> tuple[Tensor, dict[str, float]]:
+    """The objective's loss with the terms beside it, none of which any ratio multiplies."""
+    terms = {}
+    if config.kl_coef > 0 and batch.reference_logprob is not None:
+        kl = reference_kl(batch, config.kl_estimator).sum() / token_count
+        loss = loss + config.kl_coef * kl
+        terms["kl/reference"] = float(kl.detach())
+    if entropy_weight is not None and batch.entropy is not None:
+        loss = loss + entropy_term(entropy_weight, batch.entropy)
+    return loss, terms
+
+
+@contextmanager
+def refusals(objective: Objective) -> Iterator[None]:
+    """What a recipe refuses to go on with (estr with undecided = "error") ends the run with its sentence."""
+    try:
+        yield
+    except ValueError as error:
+        raise RunError(f"objective.recipe {objective.name}: {error}") from error

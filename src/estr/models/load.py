@@ -7,7 +7,7 @@ import json
 import logging
 import multiprocessing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -161,13 +161,15 @@ def parameter_names(model: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def merged_state(model: nn.Module) -> dict[str, Tensor]:
+def merged_state(model: nn.Module, chosen: Callable[[Tensor], bool] = lambda weight: True) -> dict[str, Tensor]:
     """Name to weight as the plain base model has them, detached; W + scale · B A where there is an adapter.
 
-    Weights without an adapter are the parameters' own storage, not copies.
+    Weights without an adapter are the parameters' own storage, not copies. Only the ``chosen`` ones are there.
     """
     state = {}
     for name, weight, layer in _weights(model):
+        if not chosen(weight):
+            continue
         delta = sum((layer.get_delta_weight(adapter) for adapter in layer.active_adapters), 0) if layer else 0
         state[name] = weight.detach() if layer is None else weight.detach() + delta
     return state

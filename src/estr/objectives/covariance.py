@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,16 +36,28 @@ class Draw:
         """bool [N]: which of the candidates are among the ``count`` drawn."""
         if self.count == 0:
             return torch.zeros_like(candidate)
-        if self.salt is None or self.limit is None:
-            self.salt = _draw(context.generator)
-            order = _mix(self.candidates ^ self.salt)
-            self.limit = order.kthvalue(self.count).values
-            self.room = self.count - int((order < self.limit).sum())
-        order = _mix(hashes ^ self.salt)
+        salt = self.decide(context.generator)
+        assert self.limit is not None
+        order = _mix(hashes ^ salt)
         tied = candidate & (order == self.limit)
         taken = tied & (tied.cumsum(0) + self.tied <= self.room)
         self._count(int(candidate.sum()), int(tied.sum()))
         return candidate & ((order < self.limit) | taken)
+
+    def decide(self, generator: torch.Generator | None) -> int:
+        """Draw, where that was not done yet; the salt."""
+        if self.salt is None:
+            self.salt = _draw(generator)
+            if self.count:
+                order = _mix(self.candidates ^ self.salt)
+                self.limit = order.kthvalue(self.count).values
+                self.room = self.count - int((order < self.limit).sum())
+        return self.salt
+
+    def to(self, device: torch.device | str) -> Draw:
+        """The same with its tensors on ``device``."""
+        names = (name for name, value in vars(self).items() if isinstance(value, Tensor))
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def _count(self, candidates: int, tied: int) -> None:
         self.seen, self.tied = self.seen + candidates, self.tied + tied

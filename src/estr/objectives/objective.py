@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from estr.errors import nearest, shown
 from estr.objectives import metrics as measures
 from estr.objectives.composition import Part, Recipe
 from estr.objectives.context import Context
+from estr.objectives.covariance import Draw
 from estr.objectives.hyperparameters import resolve
 from estr.objectives.reductions import Denominator, reduce
 from estr.objectives.table import RECIPES
@@ -32,6 +33,22 @@ class Statistics:
     measured: tuple[Any, ...]  # one entry per part of the composition, None where it needs nothing
     kept_tokens: Tensor
     kept_sequences: Tensor
+
+    def to(self, device: torch.device | str) -> Statistics:
+        """The same with its tensors on ``device``."""
+        measured = tuple(_moved(value, device) for value in self.measured)
+        return replace(
+            self,
+            measured=measured,
+            kept_tokens=self.kept_tokens.to(device),
+            kept_sequences=self.kept_sequences.to(device),
+        )
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_moved(item, device) for item in value)
+    return value.to(device) if isinstance(value, Tensor | Draw) else value
 
 
 @dataclass(eq=False)
@@ -111,6 +128,23 @@ class Objective:
         keep, _ = self._masks(context, tuple(map(copy, measured)))  # a draw is left to the first call
         sequences = (context.sequence_sum(keep.to(context.dtype)) > 0).sum()
         return Statistics(self.name, measured, keep.sum(), sequences)
+
+    def statistics_apart(self, batches: Sequence[TokenBatch], generator: torch.Generator) -> list[Statistics]:
+        """``statistics`` for micro-batches that are worked on in several processes: for each its own.
+
+        They differ where a recipe draws among the tokens of all of them: each then knows what came before it.
+        """
+        shared = self.statistics(batches)
+        draws = [value for value in shared.measured if isinstance(value, Draw)]
+        if not draws:
+            return [shared] * len(batches)
+        for draw in draws:
+            draw.decide(generator)
+        apart = []
+        for batch in batches:
+            apart.append(replace(shared, measured=tuple(map(copy, shared.measured))))
+            self._masks(self._context(batch.detach(), None), shared.measured)
+        return apart
 
     def _context(self, batch: TokenBatch, generator: torch.Generator | None) -> Context:
         for name in sorted(self.needs):

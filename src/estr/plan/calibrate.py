@@ -150,6 +150,7 @@ def _sections(config: Config, spans: Sequence[Record]) -> PlanConfig:
     plan = PlanConfig()
     engines = {span["actor"] for span in spans if span["kind"] == "generate"}
     plan.cluster.engines = max(1, len(engines))
+    plan.cluster.learner_ranks = config.learner.ranks
     plan.cluster.slots, plan.cluster.parked = config.rollout.slots, config.rollout.parked
     for key in ("prompts_per_step", "minibatches", "epochs"):
         setattr(plan.workload, key, getattr(config.learner, key))

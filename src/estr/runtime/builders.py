@@ -11,9 +11,10 @@ from estr.engines.samplers import Sampler, samplers
 from estr.environments.base import Problem, Task
 from estr.environments.registry import make_task
 from estr.environments.runner import is_unicode
-from estr.errors import RunError, asked_to_stop
+from estr.errors import RunError, UsageError, asked_to_stop
 from estr.models.conversation import chat_format
-from estr.models.load import load_model
+from estr.models.forward import check_head
+from estr.models.load import LoadedModel, apply_lora, load_model
 from estr.models.stops import StopTexts
 from estr.runtime.calls import Calls
 from estr.runtime.rollout import EpisodeLimits, RolloutWorker
@@ -59,6 +60,18 @@ def _checked(problem: Problem, what: str) -> Problem:
             wrong = "half a surrogate pair in it" if isinstance(text, str) else f"the type {type(text).__name__}"
             raise RunError(f"the task returned {what} whose {field} has {wrong}; it must be text")
     return problem
+
+
+def load_policy(config: Config, path: Path) -> LoadedModel:
+    """The policy in float32 master weights (or what model.dtype says), with adapters where they are configured."""
+    loaded = load_model(path, config.model.dtype, config.model.trust_remote_code)
+    for name, weight in loaded.model.named_parameters():
+        if not weight.isfinite().all():
+            raise UsageError(f"the model {path} cannot be trained: its weights {name} are not all finite; use another")
+    check_head(loaded.model)
+    if config.model.lora_rank:
+        loaded.model = apply_lora(loaded.model, config.model.lora_rank, config.model.lora_alpha, config.run.seed)
+    return loaded
 
 
 def context_length(config: Config, model: Any) -> int:

@@ -31,6 +31,8 @@ FREE = (
     "run.trackers",
     "schedule.wait_timeout",
     "schedule.max_failed_groups",
+    "learner.ranks",
+    "learner.rank_timeout",
     "learner.max_skipped_steps",
     "learner.on_divergence",
     "learner.rollback_factor",

@@ -50,7 +50,7 @@ class WorkerHandle:
         self._connection, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(target=worker_main, args=(spec, theirs), name=spec.name)
         self._status = threading.Lock()  # only one thread at a time may ask how the process ended
-        with _signals_held():
+        with signals_held():
             self._process.start()
         self.pid = self._process.pid or 0
         theirs.close()
@@ -83,11 +83,7 @@ class WorkerHandle:
             return self._process.exitcode
 
     def _ending(self) -> str:
-        code = self.join(STOP_TIMEOUT)
-        if code is not None and code < 0:
-            cause = " (out of memory, or by hand)" if code == -signal.SIGKILL else ""
-            return f"{self.spec.name} was killed by {signal.Signals(-code).name}{cause}"
-        return f"{self.spec.name} ended without a word (exit status {code})"
+        return how_it_ended(self.spec.name, self.join(STOP_TIMEOUT))
 
     def _feed(self) -> None:
         """Sending may block while the worker is busy; the learner must not wait for that."""
@@ -133,6 +129,14 @@ class WorkerHandle:
     def calls(self) -> set[str]:
         """Keys of the jobs whose environments were at work when the process was last heard of."""
         return read_calls(Path(self.spec.calls_path))
+
+
+def how_it_ended(name: str, code: int | None) -> str:
+    """What is said of a process that ended with this exit status."""
+    if code is not None and code < 0:
+        cause = " (out of memory, or by hand)" if code == -signal.SIGKILL else ""
+        return f"{name} was killed by {signal.Signals(-code).name}{cause}"
+    return f"{name} ended without a word (exit status {code})"
 
 
 class Watched(Protocol):
@@ -188,12 +192,13 @@ def preload(modules: Sequence[str]) -> None:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED, *modules])
-    with _signals_held(), _environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
+    with signals_held(), environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
         multiprocessing.forkserver.ensure_running()
 
 
 @contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def environment(**values: str) -> Iterator[None]:
+    """These environment variables in here, those of before outside."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -207,7 +212,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """A process started inside begins with signals blocked, so that a Ctrl-C cannot reach it before it ignores them."""
     resource_tracker.ensure_running()  # starting it would unblock them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from estr.storage.checkpoints import Checkpoint
 
@@ -60,9 +61,9 @@ class Position:
         return versions
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+def adapter_tensors(trainable: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of :attr:`Position.adapters`."""
-    return {_ADAPTER + name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {_ADAPTER + name: parameter for name, parameter in trainable.items()}
 
 
 def window_tensors(versions: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:

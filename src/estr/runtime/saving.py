@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from estr.config import Config
-from estr.models.load import is_lora, merged_state, without_bars
+from estr.models.load import is_lora, without_bars
 from estr.runtime.divergence import is_good
 from estr.runtime.pools import Pool
 from estr.runtime.position import adapter_tensors, window_tensors
@@ -54,9 +57,10 @@ class CheckpointStore:
         tensors = dict(parts.learner.state_tensors())
         tensors |= window_tensors(self._pool.versions)
         if is_lora(parts.loaded.model):
-            tensors |= adapter_tensors(parts.loaded.model)
+            tensors |= adapter_tensors(parts.learner.trainable())
         parts.metrics.sync()
-        model = _Saveable(parts.loaded.model)
+        apart = is_lora(parts.loaded.model) or parts.config.learner.ranks > 1
+        model = _Saveable(parts.loaded.model, parts.weights() if apart else None)
         path = save_checkpoint(self._directory, step, model, parts.loaded.tokenizer, tensors, state, kind)
         good = newest_step(self._directory, is_good)
         protected = () if good is None else (good,)
@@ -82,12 +86,18 @@ class CheckpointStore:
 
 
 class _Saveable:
-    """The plain model in Hugging Face format, adapters merged into its weights."""
+    """The plain model in Hugging Face format; ``weights`` where they are not simply the model's own parameters:
+    adapters merged into them, shards put together."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, weights: Mapping[str, Tensor] | None) -> None:
+        self._base = model.get_base_model() if is_lora(model) else model
+        self._weights = weights
 
     def save_pretrained(self, directory: Path) -> None:
-        base = self._model.get_base_model() if is_lora(self._model) else self._model
+        state = None
+        if self._weights is not None:
+            kept = self._base.state_dict().keys()
+            buffers = {name: buffer for name, buffer in self._base.named_buffers() if name in kept}
+            state = buffers | {**self._weights}
         with without_bars():
-            base.save_pretrained(directory, state_dict=merged_state(self._model) if is_lora(self._model) else None)
+            self._base.save_pretrained(directory, state_dict=state)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +16,13 @@ from estr.environments.base import Task
 from estr.environments.runner import EnvironmentFailure, start_reset
 from estr.errors import UsageError
 from estr.learner.learner import Learner, needs_reference
+from estr.learner.ranks import Others
 from estr.learner.rollouts import minibatch_plan
 from estr.models.builtin import resolve_model
-from estr.models.forward import base_model, check_head
-from estr.models.load import LoadedModel, apply_lora, load_model, merged_state
+from estr.models.forward import base_model
+from estr.models.load import LoadedModel, load_model
 from estr.runtime.accounting import Accounting
-from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens, think_end
+from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens, load_policy, think_end
 from estr.runtime.collector import Collector
 from estr.runtime.divergence import Rollbacks
 from estr.runtime.evaluation import Evaluation, Evaluator
@@ -97,9 +98,9 @@ class Parts:
     def steps_per_batch(self) -> int:
         return self.config.learner.minibatches * self.config.learner.epochs
 
-    def weights(self) -> dict[str, Tensor]:
-        """The policy's plain weights by name, each once; the parameters' own storage."""
-        return merged_state(self.loaded.model)
+    def weights(self) -> Mapping[str, Tensor]:
+        """The policy's plain weights by name, each once; the parameters' own storage, of several ranks copies."""
+        return self.learner.weights()
 
 
 def learner_threads(config: Config) -> int:
@@ -115,18 +116,6 @@ def engine_count(config: Config) -> int:
     if config.runtime.engines:
         return config.runtime.engines
     return {"sync": cores, "async": max(1, cores - 1)}.get(config.schedule.mode, 1)
-
-
-def load_policy(config: Config, path: Path) -> LoadedModel:
-    """The policy in float32 master weights (or what model.dtype says), with adapters where they are configured."""
-    loaded = load_model(path, config.model.dtype, config.model.trust_remote_code)
-    for name, weight in loaded.model.named_parameters():
-        if not weight.isfinite().all():
-            raise UsageError(f"the model {path} cannot be trained: its weights {name} are not all finite; use another")
-    check_head(loaded.model)
-    if config.model.lora_rank:
-        loaded.model = apply_lora(loaded.model, config.model.lora_rank, config.model.lora_alpha, config.run.seed)
-    return loaded
 
 
 @contextmanager
@@ -158,17 +147,23 @@ def prepared(
     loaded.model.load_state_dict(position.adapters, strict=False)
     _check_first_problems(config, task, loaded)
     reference = load_model(base, "float32", config.model.trust_remote_code).model if needs_reference(config) else None
-    learner = Learner(loaded.model, config, reference=reference, think_end=think_end(loaded.tokenizer))
-    if position.learner is not None:
-        learner.load_state(position.learner, position.learner_tensors)
     with ExitStack() as stack:
+        others = None
+        if config.learner.ranks > 1:
+            reporter.phase("starting the ranks of the learner")
+            others = stack.enter_context(_other_ranks(config, path, base, loaded))
+        learner = Learner(
+            loaded.model, config, reference=reference, think_end=think_end(loaded.tokenizer), others=others
+        )
+        if position.learner is not None:
+            learner.load_state(position.learner, position.learner_tensors)
         metrics, timeline = MetricsWriter(directory.path / "metrics.jsonl"), TimelineWriter(directory.timeline_path)
         rollouts, log = RolloutWriter(directory, background=True), EvaluationLog(directory)
         for writer in (metrics, timeline, rollouts, log):
             stack.callback(writer.close)
         accounting = Accounting(timeline, engine_count(config), offset=position.elapsed)
         reporter.phase("starting the engines")
-        pool = _make_pool(config, task, loaded, path, position, directory.spool)
+        pool = _make_pool(config, task, loaded, learner.weights(), path, position, directory.spool)
         stack.callback(pool.close)
         interrupts.immediate = False
         ledger = Ledger(directory)
@@ -176,6 +171,11 @@ def prepared(
         journal = RunJournal(config, ledger, rollouts, position.step)
         journal.dropped_groups = position.dropped_groups
         schedule = _make_schedule(config, position)
+
+        def check() -> None:
+            interrupts.check()
+            learner.check()
+
         collector = Collector(
             config,
             schedule,
@@ -185,7 +185,7 @@ def prepared(
             accounting,
             notice=reporter.notice,
             minibatch_of=_minibatches(config).__getitem__,
-            check=interrupts.check,
+            check=check,
             extra_temperature=learner.extensions.extra_temperature,
         )
         redo_from = position.next_group if config.schedule.mode == "lockstep" else None
@@ -264,14 +264,30 @@ def _check_first_problems(config: Config, task: Task, loaded: LoadedModel) -> No
             )
 
 
-def _make_pool(config: Config, task: Task, loaded: LoadedModel, path: Path, position: Position, spool: Path) -> Pool:
+def _other_ranks(config: Config, path: Path, base: Path, loaded: LoadedModel) -> AbstractContextManager[Others]:
+    """The processes of the learner's other ranks, which load the same model."""
+    from estr.runtime.ranks import rank_processes
+
+    reference = base if needs_reference(config) else None
+    module = type(base_model(loaded.model)).__module__
+    return rank_processes(config, path, reference, threads=learner_threads(config), preloaded=[module])
+
+
+def _make_pool(
+    config: Config,
+    task: Task,
+    loaded: LoadedModel,
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    position: Position,
+    spool: Path,
+) -> Pool:
     if config.runtime.kind == "ray":
         from estr.runtime.cluster.start import ray_pool
 
         sizes = {"engines": engine_count(config), "learner_threads": learner_threads(config)}
-        return ray_pool(config, path, merged_state(loaded.model), position.window, **sizes)
+        return ray_pool(config, path, tensors, position.window, **sizes)
     if config.schedule.mode != "lockstep":
-        tensors = merged_state(loaded.model)
         threads, modules = config.runtime.engine_threads, [type(base_model(loaded.model)).__module__]
         return ProcessPool(
             config, path, tensors, spool, engines=engine_count(config), threads=threads, preloaded=modules

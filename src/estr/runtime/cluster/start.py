@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -16,7 +17,7 @@ _SPARE_STORE = 1 << 28  # bytes beside the weights, for trajectories on their wa
 def ray_pool(
     config: Config,
     model_path: Path,
-    weights: dict[str, Tensor],
+    weights: Mapping[str, Tensor],
     older: dict[int, dict[str, Tensor]],
     *,
     engines: int,
@@ -52,7 +53,8 @@ def ray_pool(
         from estr.runtime.cluster.pool import RayPool
 
         follow = not cluster.owned and not config.runtime.engines
-        return RayPool(cluster, config, model_path, engines=0 if follow else engines, learner_threads=learner_threads)
+        cores = learner_threads * config.learner.ranks
+        return RayPool(cluster, config, model_path, engines=0 if follow else engines, learner_threads=cores)
     except BaseException:
         cluster.close()
         raise

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from estr.errors import RunError
+from estr.runtime.ranks import rank_processes
 from estr.runtime.setup import Parts
 from estr.storage.checkpoints import checkpoint_steps
 from estr.storage.metrics import read_metrics
@@ -135,16 +136,13 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_sentence_and_the_run_goes_on(
     trained_once(path)
 
 
-def test_a_rank_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import estr.runtime.ranks as ranks
-
-    class Elsewhere(ranks.RankSpec):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments[:3], str(tmp_path / "nowhere"), *arguments[4:])
-
-    monkeypatch.setattr(ranks, "RankSpec", Elsewhere)
-    with pytest.raises(RunError, match=r"learner-1 failed: model.path: .*nowhere"):
-        train(small(learner={"ranks": 2}), tmp_path / "run")
+def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
+    config = small(learner={"ranks": 2})
+    with (
+        pytest.raises(RunError, match=r"learner-1 failed: model.path: there is no directory '.*nowhere'"),
+        rank_processes(config, tmp_path / "nowhere", None, threads=1),
+    ):
+        pass
 
 
 @pytest.mark.slow

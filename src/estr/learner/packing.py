@@ -61,9 +61,7 @@ class MicroBatch:
         return torch.from_numpy(flat.astype(np.float32, copy=False)).to(self.target.device)
 
 
-def pack(
-    units: Sequence[Unit], tokens_per_microbatch: int, *, share: bool = False, ranks: int = 1
-) -> list[MicroBatch]:
+def pack(units: Sequence[Unit], tokens_per_microbatch: int, *, share: bool = False, ranks: int = 1) -> list[MicroBatch]:
     """Micro-batches of at most ``tokens_per_microbatch`` tokens read, the longest units placed first.
 
     With ``share`` the rows of a micro-batch that have the same prompt read it once, and units with the same prompt are

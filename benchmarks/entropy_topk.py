@@ -12,7 +12,8 @@ Nothing here comes from a model; a position is simulated so:
   so that most positions are nearly certain and a few are wide open. Its mean is the regime: 0.3 nats (a model that was
   trained on a task), 1 nat, and 2.5 nats (a base model, or a high temperature);
 * the learner's logits are those of the engine plus independent Gaussian noise of ``spread`` nats a token: 0.05 is the
-  noise of different kernels, 0.3 and 1 are moderate and gross staleness. δ is that of a token drawn from the engine.
+  noise of different kernels, 0.3 and 1 are moderate and gross staleness. δ is that of a token drawn from the engine,
+  four a position.
 
 Real tails need not fall like these: the last column of the table says how much mass lies beyond K on average.
 """
@@ -33,9 +34,10 @@ from estr.engines.interval import entropy_interval
 VOCABULARIES = {"Llama 2": 32_000, "Llama 3": 128_256, "Qwen2.5": 151_936, "Gemma 3": 262_144}
 REGIMES = {"trained": 0.3, "middle": 1.0, "open": 2.5}
 SPREADS = (0.05, 0.3, 1.0)
-SIZES = tuple(2**k for k in range(15))
+SIZES = tuple(2**k for k in range(13))
 TAU, EPS, ALLOWED = 1.0, 0.01, 1e-3
 _ROWS = 64
+_TOKENS = 4  # drawn at each position
 _BISECTIONS = 24
 
 
@@ -97,14 +99,14 @@ def study(model: str, vocabulary: int, regime: str, count: int, seed: int) -> li
     for logp in positions(vocabulary, REGIMES[regime], count, generator):
         exact = -torch.linalg.vecdot(logp.exp().double(), logp.double())
         total += float(exact.sum())
-        token = torch.multinomial(logp.exp(), 1, generator=generator)
+        token = torch.multinomial(logp.exp(), _TOKENS, replacement=True, generator=generator)
         noise = torch.randn(logp.shape, generator=generator)
         squared = torch.stack([_delta(logp, noise, token, spread).square() for spread in SPREADS])
-        dropped += (squared > TAU * (exact + EPS)).sum(1)
+        dropped += (squared > TAU * (exact + EPS)[:, None]).sum((1, 2))
         top = logp.topk(sizes[-1]).values
         for index, k in enumerate(sizes):
-            low, high = (torch.from_numpy(end) for end in entropy_interval(top[:, :k].numpy(), vocabulary))
-            open_[:, index] += ((squared > TAU * (low + EPS)) & (squared <= TAU * (high + EPS))).sum(1)
+            low, high = (torch.from_numpy(end)[:, None] for end in entropy_interval(top[:, :k].numpy(), vocabulary))
+            open_[:, index] += ((squared > TAU * (low + EPS)) & (squared <= TAU * (high + EPS))).sum((1, 2))
             beyond[index] += (1 - top[:, :k].exp().sum(1)).clamp(min=0).sum()
     return [
         Cell(
@@ -114,8 +116,8 @@ def study(model: str, vocabulary: int, regime: str, count: int, seed: int) -> li
             spread,
             count,
             total / count,
-            float(dropped[i]) / count,
-            {k: float(open_[i, j]) / count for j, k in enumerate(sizes)},
+            float(dropped[i]) / (_TOKENS * count),
+            {k: float(open_[i, j]) / (_TOKENS * count) for j, k in enumerate(sizes)},
             {k: float(beyond[j]) / count for j, k in enumerate(sizes)},
         )
         for i, spread in enumerate(SPREADS)
@@ -123,9 +125,9 @@ def study(model: str, vocabulary: int, regime: str, count: int, seed: int) -> li
 
 
 def _delta(logp: Tensor, noise: Tensor, token: Tensor, spread: float) -> Tensor:
-    """log π − log μ of ``token`` [n, 1], in float64."""
+    """log π − log μ of ``token`` [n, tokens], in float64."""
     other = torch.add(logp, noise, alpha=spread)
-    return (other.gather(1, token)[:, 0] - other.logsumexp(1) - logp.gather(1, token)[:, 0]).double()
+    return (other.gather(1, token) - other.logsumexp(1, keepdim=True) - logp.gather(1, token)).double()
 
 
 def table(cells: list[Cell]) -> str:
@@ -147,7 +149,7 @@ def table(cells: list[Cell]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--positions", type=int, default=4096)
+    parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

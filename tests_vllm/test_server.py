@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import signal
 import socket
 import stat
 from pathlib import Path
@@ -14,7 +16,9 @@ import pytest
 from estr.engines.vllm.client import VllmClient, positions
 from estr.engines.vllm.engine import VllmSettings
 from estr.engines.vllm.server import VllmServer
-from loop_helpers import descendants, stored
+from estr.errors import RunError
+from estr.trajectory import Segment
+from loop_helpers import alive, descendants, stored, wait_for
 from test_in_process import CANARY, expected, learner
 from test_loop import trained
 from vllm_models import CONTEXT, TEMPERATURE, VOCABULARY, finish, moved, saved, small_model, tensors
@@ -45,7 +49,7 @@ def test_weights_reach_a_servers_generations_in_flight(served):
         while client.counters.sampled_tokens < 30 * version:
             client.step()
         client.set_weights(version, tensors(models[version]))
-        want = learner(models[version], [_segment(CANARY)])[0]
+        want = learner(copy.deepcopy(models[version]), [_segment(CANARY)])[0]  # the learner changes a model's attention
         assert np.abs(client.canary(CANARY) - want).max() <= 1e-4
     finish(client)
     for key in ("long", "other"):
@@ -62,8 +66,6 @@ def test_weights_reach_a_servers_generations_in_flight(served):
 
 
 def _segment(tokens):
-    from estr.trajectory import Segment
-
     zeros = np.zeros(len(tokens), np.float32)
     return Segment(np.array(tokens, np.int32), np.arange(len(tokens)) > 0, zeros, zeros, zeros.astype(np.int32))
 
@@ -111,6 +113,18 @@ def test_another_user_cannot_connect(served, apart):
     assert apart(other) == "PermissionError"
 
 
+def test_nothing_of_a_server_outlives_it(served):
+    """What happens to a server whose starter was killed: the kernel kills it, and its engine goes with it."""
+    client, server = served
+    running = [server.pid, *descendants(server.pid)]
+    assert len(running) > 1, "an engine process beside the server's own"
+    os.kill(server.pid, signal.SIGKILL)
+    wait_for(lambda: not any(alive(pid) for pid in running), "the server's processes to end", 30.0)
+    client.start("late", [1, 2], seed=1, limit=4)
+    with pytest.raises(RunError, match="the vLLM server"):
+        finish(client)
+
+
 def _own_address() -> str:
     """An address of this machine that is not loopback; empty where there is none."""
     try:
@@ -142,8 +156,6 @@ def _listening(pids: list[int]) -> set[tuple[str, int]]:
 
 def test_a_server_that_is_closed_leaves_nothing_behind(tmp_path):
     settings = VllmSettings(path=tmp_path / "nothing", vocabulary=VOCABULARY, max_context=CONTEXT, server=True)
-    from estr.errors import RunError
-
     before = set(Path("/dev/shm").glob("estr-vllm-*"))
     with pytest.raises(RunError, match="ended before it was ready"):
         VllmServer(settings, timeout=850.0)

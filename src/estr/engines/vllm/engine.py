@@ -31,6 +31,7 @@ _CPU_BLOCK = 32  # tokens; prompts of small models seldom fill one of vLLM's 128
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin reads the sampler of the first one
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all engines of a machine are bound to the same cores
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_NO_USAGE_STATS": "1",

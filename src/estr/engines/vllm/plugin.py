@@ -20,7 +20,10 @@ Rows that do not ask are left as they are, and a batch in which no row asks take
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -40,6 +43,9 @@ ENTROPY = "entropy"
 MODE = "processed_logprobs"
 BACKEND = "estr"
 
+END_WITH_PARENT = "ESTR_END_WITH_PARENT"
+
+_PR_SET_PDEATHSIG = 1
 _LEAST = -1e4  # nats; even a log-probability of -inf has to be multiplied by its probability, 0
 _CHUNK = 1 << 22  # elements of a [rows, vocabulary] tensor whose entropy is computed at once
 _ENTROPY_ROW = -1
@@ -56,7 +62,12 @@ STAMP = Stamp()
 
 
 def register() -> None:
-    """Entry point of the group ``vllm.general_plugins``; may be called any number of times."""
+    """Entry point of the group ``vllm.general_plugins``; may be called any number of times.
+
+    A server of ours consists of several processes; where the environment says so each of them ends with its parent.
+    """
+    if os.environ.get(END_WITH_PARENT):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if getattr(Sampler, "estr_asked", None) is None:
         Sampler.estr_asked = {}
         Sampler.forward = _forward(Sampler.forward)
@@ -75,6 +86,7 @@ class AskingRows(LogitsProcessor):
     """Knows which rows of the batch ask for what; changes no logits."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        register()  # where the package is not installed, nobody else has
         self.rows: dict[int, int] = {}  # by row: the token whose log μ is wanted, or that it is the entropy
 
     @classmethod

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from estr.engines.vllm.engine import VllmSettings, engine_arguments, prepare_environment
 from estr.errors import RunError
@@ -88,6 +89,8 @@ class VllmServer:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_API_KEY": self.key,
+            "ESTR_END_WITH_PARENT": "1",
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
             "VLLM_RPC_BASE_PATH": str(self.directory),
             "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         }

@@ -144,7 +144,7 @@ class RolloutConfig(Section):
         64, ge=1, le=1_000_000, description='vllm: most likely tokens that entropy = "bounded" is computed from.'
     )
     vllm_server: bool = Field(
-        False, description="vllm: in a process of its own, behind a Unix socket, instead of inside the engine process."
+        False, description="vllm: in a process of its own, behind a Unix socket (not proven yet, see docs/vllm.md)."
     )
     vllm: dict[str, Any] = Field(default_factory=dict, description="vllm: further arguments of its engine, by name.")
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
+import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -258,3 +263,22 @@ def test_the_synthetic_run_has_the_shape_it_claims(tmp_path):
     assert run.metrics.lines == 12
     assert run.rollouts.trajectories == 96
     assert run.notes == []
+
+
+def test_damaged_statistics_do_not_end_the_process(tmp_path):
+    """Asked for a column's facts, Arrow ends the process where its statistics do not fit the schema."""
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"action": [[True, False], [True]], "tokens": [[1, 2], [3]]}), buffer)
+    data = buffer.getvalue()
+    footer = range(len(data) - 8 - int.from_bytes(data[-8:-4], "little"), len(data) - 8)
+    for at in footer:  # optional becomes required, among much else
+        changed = data[:at] + bytes([(data[at] - 2) & 255]) + data[at + 1 :]
+        (tmp_path / f"step-{at:06d}.parquet").write_bytes(changed)
+    program = "import sys, pathlib; from estr.report.rollouts import _row_groups; "
+    program += "groups, bad = _row_groups(pathlib.Path(sys.argv[1])); print(len(groups), len(bad))"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    read, refused = map(int, done.stdout.split())
+    assert read > 0
+    assert refused > 0
+    assert read + refused >= len(footer)

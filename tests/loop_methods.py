@@ -30,7 +30,7 @@ from estr.runtime.accounting import Accounting
 from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens, think_end
 from estr.runtime.collector import Collector
 from estr.runtime.interrupts import Interrupts
-from estr.runtime.messages import Event, Finished
+from estr.runtime.messages import Event, Finished, KeptTurn
 from estr.runtime.pools import InlinePool
 from estr.runtime.position import Position
 from estr.runtime.reporter import SilentReporter
@@ -91,6 +91,8 @@ class Silent:
     def issued(self, tickets: Sequence[Ticket], problem: Problem, version: int) -> None: ...
 
     def finished(self, results: Sequence[Finished]) -> None: ...
+
+    def went_on(self, turns: Sequence[KeptTurn]) -> None: ...
 
     def failed(self, ticket: Ticket, reason: str) -> None: ...
 

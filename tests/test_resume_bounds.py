@@ -6,7 +6,7 @@ from estr.errors import RunError
 from estr.runtime.accounting import Accounting
 from estr.runtime.collector import Collector
 from estr.runtime.journal import RunJournal
-from estr.runtime.messages import Failed
+from estr.runtime.messages import Failed, Finished
 from estr.schedule import Schedule, ScheduleRules, Ticket
 from estr.storage.ledger import Ledger
 from estr.storage.rollout_files import RolloutWriter, read_rollouts
@@ -116,7 +116,7 @@ def test_drops_at_the_end_of_a_run_are_withdrawn_by_a_resume_that_goes_further(t
     bench = Bench(tmp_path)
     batch = [finished(bench.pool.running[key].job, 0, 0) for key in ("1/0/0", "1/1/0")]
     for one in batch:
-        bench.journal.finished(one)
+        bench.journal.finished([Finished(one)])
     bench.journal.trained([(one, Settlement("trained", trained_step=1, target_version=0)) for one in batch], 1)
     bench.fail("0/0/0")
     bench.journal.unfinished([], 1)

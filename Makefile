@@ -73,7 +73,7 @@ MINUTES ?= 60
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py --minutes $(MINUTES)
 
-# Ratios against what people would use instead, in about 25 minutes on two quiet cores; peers that are not installed are
+# Ratios against what people would use instead, on a machine with nothing beside them; peers that are not installed are
 # left out and told. Results go to benchmarks/results, the page made from them to docs/performance.md.
 BENCHMARKS := generation learner whole_step overlap publication bookkeeping durability objectives
 bench: $(INSTALLED)

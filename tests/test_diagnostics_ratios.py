@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from estr import recipes
 from estr.diagnostics import (
     DEFAULTS,
     delta_by_entropy,
@@ -185,10 +186,7 @@ def test_unknown_gate():
 
 
 def test_defaults_are_those_of_the_recipes():
-    objectives = pytest.importorskip("estr.objectives")
-    if not hasattr(objectives, "recipes"):
-        pytest.skip("the recipes are not there")
-    table = objectives.recipes()
+    table = recipes()
     for name, defaults in DEFAULTS.items():
         known = table[name].hyperparameters
         assert {key: known[key] for key in defaults} == defaults, name

@@ -69,6 +69,11 @@ class KeptTurn:
         return Progress(decode_trajectory(self.packed.payload), **loads(self.packed.context))
 
 
+def job_key(one: Job | Ticket | Trajectory) -> str:
+    """What an engine calls the conversation of an attempt at a sibling of a group."""
+    return f"{one.group}/{one.sibling}/{one.attempt}"
+
+
 @dataclass(frozen=True)
 class Job:
     """One trajectory to generate."""
@@ -86,7 +91,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        return f"{self.group}/{self.sibling}/{self.attempt}"
+        return job_key(self)
 
 
 @dataclass(frozen=True)

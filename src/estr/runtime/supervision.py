@@ -8,7 +8,7 @@ import queue
 from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
-from estr.runtime.messages import Died, Event, Failed, Finished, Job, KeptTurn
+from estr.runtime.messages import Died, Event, Failed, Finished, Job, KeptTurn, job_key
 from estr.runtime.worker import CancelGroup
 
 
@@ -53,8 +53,7 @@ class Supervision(ABC, Generic[EngineT]):
         if worker not in self._workers:
             return []
         if isinstance(event, Finished):
-            trajectory = event.trajectory
-            self._settled(worker, f"{trajectory.group}/{trajectory.sibling}/{trajectory.attempt}")
+            self._settled(worker, job_key(event.trajectory))
             self._deaths_in_a_row = 0
         elif isinstance(event, KeptTurn):
             self._went_on(worker, event)
@@ -69,8 +68,7 @@ class Supervision(ABC, Generic[EngineT]):
         """Put another engine in the place of a dead one; what its jobs come to."""
 
     def _went_on(self, worker: EngineT, turn: KeptTurn) -> None:
-        ticket = turn.ticket
-        key = f"{ticket.group}/{ticket.sibling}/{ticket.attempt}"
+        key = job_key(turn.ticket)
         if key in worker.jobs:
             worker.jobs[key] = dataclasses.replace(worker.jobs[key], kept=turn)
 

@@ -48,8 +48,6 @@ RESULT = "INSERT INTO results VALUES (?1, ?2)"
 TURNS = f"INSERT OR REPLACE INTO turns {_from_json(_KEY, _PAYLOAD, _CONTEXT)}"
 TURN = "INSERT OR REPLACE INTO turns VALUES (?1, ?2, ?3)"
 TRAINED = "UPDATE trajectories SET state = 'trained', step = ? WHERE key IN (SELECT value FROM json_each(?))"
-
-
 TRAINED_ONE = "UPDATE trajectories SET state = 'trained', step = ? WHERE key = ?"
 UNKNOWN = "SELECT value FROM json_each(?) WHERE value NOT IN (SELECT key FROM trajectories)"
 

@@ -72,6 +72,8 @@ class LedgerAlone:
     def __init__(self, directory: Path, *, rows: bool) -> None:
         self._ledger = Ledger(directory / "ledger.sqlite")
         self._rollouts = RolloutWriter(directory / "rollouts", background=True) if rows else None
+        if self._rollouts is not None:
+            self._rollouts.after_store = self._ledger.move_log
         config = Config.model_validate({"rollout": {"group_size": GROUP_SIZE}})
         self._journal = RunJournal(config, self._ledger, self._rollouts)  # type: ignore[arg-type]
         self.batch, self.issued = self._journal.batch, self._journal.issued
@@ -87,6 +89,7 @@ class LedgerAlone:
         else:
             settlement = Settlement("trained", trained_step=step, target_version=step - 1, advantage=0.0)
             self._journal.trained([(t, settlement) for t in trajectories], step)
+            self._journal.store_rows()
         if step % COMMIT_EVERY == 0:
             self._ledger.commit(step)
 

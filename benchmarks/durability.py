@@ -28,7 +28,6 @@ from benchmarks.common.timing import Spread
 from estr.cli.main import main as estr
 from estr.runtime.accounting import Accounting
 from estr.runtime.collector import Collector
-from estr.runtime.journal import RunJournal
 from estr.runtime.saving import CheckpointStore
 from estr.storage import rollout_files
 from estr.storage.ledger import Ledger
@@ -54,8 +53,7 @@ TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
             "commit",
         ),
     ),
-    ("rollouts", RunJournal, ("_rows",)),
-    ("rollouts", RolloutWriter, ("write", "flush")),
+    ("rollouts", RolloutWriter, ("write_settled", "flush")),
     ("metrics and timeline", JsonLinesWriter, ("append", "sync")),
     ("checkpoint", CheckpointStore, ("save",)),
 )

@@ -118,6 +118,7 @@ def test_drops_at_the_end_of_a_run_are_withdrawn_by_a_resume_that_goes_further(t
     for one in batch:
         bench.journal.finished([Finished(one)])
     bench.journal.trained([(one, Settlement("trained", trained_step=1, target_version=0)) for one in batch], 1)
+    bench.journal.store_rows()
     bench.fail("0/0/0")
     bench.journal.unfinished([], 1)
     position = bench.journal.position()

@@ -234,6 +234,7 @@ class ResumeMachine(RuleBasedStateMachine):
             self.weights[self.step] = [one.trajectory_id for one in batch]
             settlement = Settlement("trained", trained_step=self.step, target_version=target)
         self.journal.trained([(one, settlement) for one in batch], self.step)
+        self.journal.store_rows()
 
     @rule(keep=st.integers(1, 3))
     def checkpoint(self, keep):

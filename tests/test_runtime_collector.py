@@ -19,7 +19,8 @@ from estr.runtime.messages import Activity, Died, Event, Failed, Finished, Job, 
 from estr.runtime.setup import _minibatches
 from estr.schedule import Group, Schedule, ScheduleRules
 from estr.storage.ledger import Ledger
-from estr.storage.rollout_files import RolloutWriter
+from estr.storage.rollout_files import RolloutWriter, read_rollouts
+from estr.storage.rollouts import Settlement
 from estr.trajectory import Segment, Trajectory, derive_seed
 from loop_helpers import small
 from loop_tasks import Echo, Faulty
@@ -179,6 +180,34 @@ def test_of_turns_that_come_together_the_newest_of_each_trajectory_in_flight_is_
     made.collector.absorb_waiting()
     assert [(kept.sibling, kept.turns) for kept, _ in made.ledger.turns()] == [(going.sibling, 2)]
     assert made.ledger.counts()["finished"] == 1
+
+
+def test_what_a_step_trained_is_durable_together_with_what_came_meanwhile_and_undone_with_it(
+    bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    made = bench(lambda job: [], schedule=ASYNC)
+    made.collector.fill(0)
+    size = made.collector._config.rollout.group_size
+    first, last = made.pool.jobs[:size], made.pool.jobs[size]
+    made.pool.later = [Finished(trajectory(job)) for job in first]
+    made.collector.absorb_waiting()
+    settled = [(trajectory(job), Settlement("trained", trained_step=1, target_version=0)) for job in first]
+
+    def broken() -> None:
+        made.journal.trained(settled, 1)
+        raise RunError("the disk is full")
+
+    made.pool.later = [Finished(trajectory(last))]
+    with pytest.raises(RunError, match="full"):
+        made.collector.absorb_waiting(broken)
+    assert made.ledger.counts()["trained"] == 0
+    made.journal._settled.clear()
+    made.pool.later = [Finished(trajectory(last))]
+    made.collector.absorb_waiting(lambda: made.journal.trained(settled, 1))
+    assert made.ledger.counts() | {"issued": 0} == {"issued": 0, "finished": 1, "trained": size, "dropped": 0}
+    assert not list(tmp_path.glob("*.parquet"))
+    made.journal.store_rows()
+    assert len(read_rollouts(tmp_path)) == size
 
 
 class OneByOne(ScriptedPool):

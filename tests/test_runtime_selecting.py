@@ -54,8 +54,8 @@ def test_a_group_without_spread_is_dropped_with_the_reason_and_replaced(
     made = bench(flat_in(0, 2), schedule=schedule)
     assert sorted(numbers(made.collector.next_batch(0))) == [1, 3]
     assert made.journal.dropped_groups == 2
-    assert [(row["group_id"], row["drop_reason"]) for row in made.journal._dropped] == [
-        (f"{group:08d}", "no reward spread") for group in (0, 0, 2, 2)
+    assert [(one.trajectory.group, one.settlement.drop_reason) for one in made.journal._dropped] == [
+        (group, "no reward spread") for group in (0, 0, 2, 2)
     ]
     assert {t.group for t in made.ledger.finished()} & {0, 2} == set()
     assert made.collector.selection.metrics() == {"selection/dropped_groups": 2.0}

@@ -568,3 +568,59 @@ def test_a_damaged_payload_is_a_sentence(ledger):
     ledger._connection.execute("UPDATE spool SET payload = x'00'")
     with pytest.raises(RunError, match="is damaged"):
         ledger.finished()
+
+
+# ---------------------------------------------------------------------- the log moved by another thread
+
+
+def alone(path, folder):
+    """What the database file holds without its log."""
+    copy = folder / "copy.sqlite"
+    copy.write_bytes(path.read_bytes())
+    with contextlib.closing(sqlite3.connect(copy)) as database:
+        return database.execute("SELECT COUNT(*) FROM trajectories").fetchone()[0]
+
+
+def test_the_log_is_moved_into_the_database_without_a_commit(ledger, tmp_path):
+    ledger.move_log()
+    for group in range(3):
+        train_group(ledger, group, 1)
+    ledger.move_log()
+    assert alone(ledger.path, tmp_path) == 3 * SIZE
+
+
+def test_moving_the_log_waits_for_no_batch_and_leaves_what_is_not_committed(ledger, tmp_path):
+    ledger.move_log()
+    train_group(ledger, 0, 1)
+    with ledger.batch():
+        issue_group(ledger, 1)
+        mover = threading.Thread(target=ledger.move_log)
+        mover.start()
+        mover.join(60)
+        assert not mover.is_alive()
+    assert alone(ledger.path, tmp_path) == SIZE
+    assert ledger.counts()["issued"] == SIZE
+
+
+def test_the_log_of_a_closed_ledger_is_not_moved(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    train_group(ledger, 0, 1)
+    ledger.close()
+    ledger.move_log()
+    assert alone(ledger.path, tmp_path) == SIZE
+
+
+def test_what_goes_wrong_while_the_log_is_moved_is_said_in_a_sentence(ledger, tmp_path, monkeypatch):
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(b"this is no database" * 1000)
+    monkeypatch.setattr(ledger, "_connect", lambda: sqlite3.connect(damaged))
+    with pytest.raises(RunError, match=r"ledger\.sqlite failed: it is not a ledger"):
+        ledger.move_log()
+
+
+def test_issuing_a_group_again_with_other_numbers_is_refused(ledger):
+    about = {"group_size": SIZE, "task_id": "task-0"}
+    ledger.issue_group(0, [(0, 0, 11)], **about)
+    with pytest.raises(RunError, match="has group 0 as 2 trajectories"):
+        ledger.issue_group(0, [(1, 0, 12)], group_size=SIZE + 1, task_id="task-0")
+    assert ledger.history() == [("00000000-000", "issued", None, None)]

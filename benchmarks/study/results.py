@@ -1,6 +1,6 @@
 """docs/results.md from the stored results of the study.
 
-python -m benchmarks.study.results --collect runs/study   reads finished studies into benchmarks/results/study.json
+python -m benchmarks.study.results --collect runs/study   adds finished studies to benchmarks/results/study.json
 python -m benchmarks.study.results                        makes the page and its pictures from that file
 """
 
@@ -30,9 +30,9 @@ SWEEPS = {
 }
 
 
-def collect(folder: Path) -> Row:
-    """The numbers of every study under ``folder`` that has ended."""
-    found: Row = {"machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"}
+def collect(folder: Path, known: Row) -> Row:
+    """The numbers of every study under ``folder`` that has ended, and those ``known`` of others."""
+    found: Row = {}
     for name in STUDIES:
         path = folder / name / "compare.json"
         if path.exists():
@@ -41,7 +41,10 @@ def collect(folder: Path) -> Row:
         found["law"] = {"rows": law.of_study(folder / "law"), "simulated": law.simulated()}
     if (folder / "wallclock" / "wallclock.json").exists():
         found["wallclock"] = json.loads((folder / "wallclock" / "wallclock.json").read_text())
-    return found
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    for study in found.values():
+        study["machine"] = machine
+    return known | found
 
 
 def _slim(study: Row) -> Row:
@@ -130,7 +133,7 @@ def page(data: Row) -> str:
         "staleness is set and not timed, so that they repeat bit for bit. Intervals are 95 % by Student's t over the",
         "seeds. A verdict follows from the intervals by a fixed rule (`benchmarks/study/claims.py`). A model this",
         "small on a task this short can refute that a law is universal; it cannot prove what happens at scale.",
-        f"Machine: {data['machine']}.",
+        "Machine: " + "; ".join(sorted({study["machine"] for study in data.values()})) + ".",
         "",
     ]
     found = sections(data)
@@ -168,14 +171,19 @@ def _slug(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-")
 
 
+def stored() -> dict[str, Any]:
+    """Every study that was ever collected."""
+    return dict(json.loads(STORED.read_text())) if STORED.exists() else {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--collect", type=Path)
     arguments = parser.parse_args()
     if arguments.collect:
         STORED.parent.mkdir(parents=True, exist_ok=True)
-        STORED.write_text(json.dumps(collect(arguments.collect), separators=(",", ":")) + "\n")
-    data: dict[str, Any] = json.loads(STORED.read_text())
+        STORED.write_text(json.dumps(collect(arguments.collect, stored()), separators=(",", ":")) + "\n")
+    data = stored()
     for name, figure in pictures(data).items():
         print(plots.write(figure, name, PICTURES))
     PAGE.write_text(page(data))

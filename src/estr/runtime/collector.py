@@ -178,9 +178,9 @@ class Collector:
                 last_progress = time.monotonic()
             self._give_up_after(last_progress, batch)
 
-    def absorb_waiting(self) -> None:
-        """Take the events that are there, without waiting."""
-        self._absorb(self._pool.events(0.0))
+    def absorb_waiting(self, together_with: Callable[[], None] = lambda: None) -> None:
+        """Take the events that are there, without waiting; what ``together_with`` files is durable with them."""
+        self._absorb(self._pool.events(0.0), together_with)
 
     def _gather(self, waiting: Waiting) -> list[Event]:
         """Wait for events; those that cannot be the last ones of the rollout batch wait for others to come."""
@@ -214,7 +214,7 @@ class Collector:
 
     # ------------------------------------------------------------------ events
 
-    def _absorb(self, events: Sequence[Event]) -> bool:
+    def _absorb(self, events: Sequence[Event], together_with: Callable[[], None] = lambda: None) -> bool:
         """File events; whether any of them is progress."""
         progress = False
         turns: dict[str, KeptTurn] = {}  # the newest of each trajectory that has not finished
@@ -226,6 +226,7 @@ class Collector:
                 turns.pop(event.trajectory.trajectory_id, None)
                 finished.append(event)
         with self._journal.batch():
+            together_with()
             self._finished(finished)
             self._journal.went_on([turn for turn in turns.values() if self._schedule.awaits(turn.ticket)])
         self.selection.check()

@@ -13,7 +13,7 @@ from estr.runtime.selecting import group_size
 from estr.schedule import Group, Ticket
 from estr.storage.ledger import Ledger
 from estr.storage.rollout_files import RolloutWriter
-from estr.storage.rollouts import Row, Settlement, rows_from
+from estr.storage.rollouts import Settled, Settlement
 from estr.trajectory import Trajectory, derive_seed
 
 
@@ -37,7 +37,8 @@ class RunJournal:
 
     def __init__(self, config: Config, ledger: Ledger, rollouts: RolloutWriter, step: int = 0) -> None:
         self._config, self._ledger, self._rollouts, self._step = config, ledger, rollouts, step
-        self._dropped: list[Row] = []
+        self._settled: list[Settled] = []
+        self._dropped: list[Settled] = []
         self.dropped_groups = 0
 
     def batch(self) -> AbstractContextManager[None]:
@@ -78,22 +79,25 @@ class RunJournal:
 
     def trained(self, settled: Sequence[tuple[Trajectory, Settlement]], step: int) -> None:
         """Trajectories were used up by optimizer step ``step``: trained, dropped because it was skipped, or passed over
-        for others of their batch."""
+        for others of their batch. Their rows wait for ``store_rows``."""
         with self.batch():
             self._ledger.settle((t.trajectory_id for t, s in settled if s.state == "trained" or s.used), step)
             for trajectory, settlement in settled:
                 if settlement.drop_reason is not None and not settlement.used:
                     self._ledger.drop(trajectory.trajectory_id, settlement.drop_reason, step)
         self._step = step
-        rows = [row for trajectory, settlement in settled for row in self._rows(trajectory, settlement)]
-        rows, self._dropped = rows + self._dropped, []
-        self._write(step, rows)
+        self._settled += [self._row(trajectory, settlement) for trajectory, settlement in settled]
+        self._settled, self._dropped = self._settled + self._dropped, []
+
+    def store_rows(self) -> None:
+        """Give the rows of what ``trained`` has made durable, and of what was dropped before it, to rollouts/."""
+        settled, self._settled = self._settled, []
+        self._write(self._step, settled)
 
     def unfinished(self, groups: Sequence[Group], step: int) -> None:
         """The run ends: what had finished and was not trained."""
         finished = [trajectory for group in groups for trajectory in group.trajectories]
-        rows = [row for trajectory in finished for row in self._rows(trajectory, Settlement("finished"))]
-        self._write(step, rows)
+        self._write(step, [self._row(trajectory, Settlement("finished")) for trajectory in finished])
         dropped, self._dropped = self._dropped, []
         self._write(step + 1, dropped)
         self._rollouts.flush()
@@ -119,7 +123,7 @@ class RunJournal:
             self._keep([dropped.trajectory], dropped.reason)
         if redo_from is not None:
             self._ledger.forget_groups(redo_from)
-            self._dropped = [row for row in self._dropped if int(row["group_id"]) < redo_from]
+            self._dropped = [one for one in self._dropped if one.trajectory.group < redo_from]
         return self._backlog()
 
     def _backlog(self) -> Backlog:
@@ -138,11 +142,11 @@ class RunJournal:
 
     def _keep(self, trajectories: Sequence[Trajectory], reason: str) -> None:
         for trajectory in trajectories:
-            self._dropped += self._rows(trajectory, Settlement("dropped", drop_reason=reason))
+            self._dropped.append(self._row(trajectory, Settlement("dropped", drop_reason=reason)))
 
-    def _rows(self, trajectory: Trajectory, settlement: Settlement) -> list[Row]:
-        return rows_from(trajectory, settlement, self._config.rollout)
+    def _row(self, trajectory: Trajectory, settlement: Settlement) -> Settled:
+        return Settled(trajectory, settlement, self._config.rollout)
 
-    def _write(self, step: int, rows: list[Row]) -> None:
-        if rows:
-            self._rollouts.write(step, rows)
+    def _write(self, step: int, settled: Sequence[Settled]) -> None:
+        if settled:
+            self._rollouts.write_settled(step, settled)

@@ -120,7 +120,8 @@ class Run:
         parts.published = parts.learner.version
 
     def _store(self, result: StepResult, trained: set[str]) -> None:
-        """File the trajectories of this step that were not trained before."""
+        """File the trajectories of this step that were not trained before, in one transaction with what came back
+        meanwhile; their rows follow when it is durable."""
         parts, rows = self._p, []
         for record in result.trajectories:
             trajectory = record.trajectory
@@ -132,7 +133,8 @@ class Run:
         for trajectory, reason in result.dropped:
             trained.add(trajectory.trajectory_id)
             rows.append((trajectory, self._passed_over(result, reason)))
-        parts.journal.trained(rows, self._step)
+        parts.collector.absorb_waiting(lambda: parts.journal.trained(rows, self._step))
+        parts.journal.store_rows()
 
     def _settlement(self, result: StepResult, record: TrainedTrajectory) -> Settlement:
         if result.skipped:
@@ -163,7 +165,6 @@ class Run:
 
     def _report(self, result: StepResult, *, boundary: bool) -> None:
         parts = self._p
-        parts.collector.absorb_waiting()
         self._zero_signal.see(result)
         parts.accounting.trained(result.action_tokens)
         metrics = dict(result.metrics) | parts.collector.selection.metrics() | {"version": parts.learner.version}

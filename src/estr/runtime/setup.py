@@ -168,6 +168,7 @@ def prepared(
         interrupts.immediate = False
         ledger = Ledger(directory)
         stack.callback(ledger.close)
+        rollouts.after_store = ledger.move_log
         journal = RunJournal(config, ledger, rollouts, position.step)
         journal.dropped_groups = position.dropped_groups
         schedule = _make_schedule(config, position)

@@ -23,6 +23,7 @@ from estr.storage import encoding
 from estr.storage.encoding import clean_text
 from estr.storage.ledger_database import LedgerDatabase
 from estr.storage.ledger_rows import (
+    GROUP,
     ISSUE,
     ISSUE_AGAIN,
     ISSUES,
@@ -144,23 +145,19 @@ class Ledger(LedgerDatabase):
         ]
         with self.batch():
             name = trajectory_id(group, *siblings[0][:2])
-            self._change(name, "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO NOTHING", *about)
-            self._check_group(*about[:3])
+            if not self._change(name, GROUP, *about):
+                self._check_group(*about[:3])
             if len(rows) == 1 or not self._issue_together(rows):
                 for row in rows:
                     self._issue(*row)
 
     def _issue_together(self, rows: Sequence[tuple[int, str, int, int, int, int]]) -> bool:
-        """Whether one statement could do it; where not, it has changed nothing."""
+        """Whether one statement could do it. Where not, one of them is neither new nor in flight: the database refuses
+        it when it is issued by itself, and the batch is undone."""
         try:
-            with self.batch():
-                if self._run(ISSUES, json.dumps(rows)).rowcount < len(rows):
-                    raise RunError("one of them is neither new nor in flight")
-        except RunError as error:
-            if isinstance(error.__cause__, sqlite3.IntegrityError | None):
-                return False
-            raise
-        return True
+            return self._run(ISSUES, json.dumps(rows)).rowcount == len(rows)
+        except sqlite3.IntegrityError:
+            return False
 
     def _issue(self, key: int, name: str, *values: int) -> None:
         if not self._change(name, ISSUE_AGAIN, key, name, *values):

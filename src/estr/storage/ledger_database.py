@@ -14,6 +14,8 @@ from estr.errors import RunError
 from estr.storage.files import disk_errors
 from estr.storage.ledger_schema import FORMAT, PRAGMAS, SCHEMA
 
+_LONG_LOG = 16384  # pages, 64 MiB
+
 
 class LedgerDatabase:
     """A SQLite file with the ledger's tables; safe to use from several threads of one process.
@@ -27,9 +29,12 @@ class LedgerDatabase:
         self._lock = threading.RLock()
         self._depth = 0
         self._begun = False  # whether the outermost batch has begun its transaction
+        self._mover: sqlite3.Connection | None = None
+        self._mover_lock = threading.Lock()
+        self._closed = False
         with disk_errors("open the ledger", self.path), self._errors():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+            self._connection = self._connect()
             try:
                 self._prepare()
             except BaseException:
@@ -74,7 +79,24 @@ class LedgerDatabase:
         elif not self._connection.in_transaction:
             raise RunError(f"the ledger {self.path} has undone this batch after an earlier failure")
 
+    def move_log(self) -> None:
+        """Move what the write-ahead log holds into the database, on a connection of its own: for a thread that nothing
+        waits for. From the first call on a commit does it itself only where the log has grown very long."""
+        with self._mover_lock, self._errors():
+            if self._closed:
+                return
+            if self._mover is None:
+                self._mover = self._connect()
+                self._mover.execute("PRAGMA synchronous = FULL")
+                with self._lock:
+                    self._connection.execute(f"PRAGMA wal_autocheckpoint = {_LONG_LOG}")
+            self._mover.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
     def close(self) -> None:
+        with self._mover_lock:
+            self._closed = True
+            if self._mover is not None:
+                self._mover.close()
         with self._lock:
             self._connection.close()
 
@@ -85,6 +107,9 @@ class LedgerDatabase:
         self.close()
 
     # ------------------------------------------------------------------ statements
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
 
     def _prepare(self) -> None:
         for pragma in PRAGMAS:

@@ -40,6 +40,10 @@ _INTO = "INSERT INTO trajectories (key, id, number, sibling, attempt, seed)"
 _AGAIN = "ON CONFLICT (key) DO UPDATE SET issues = issues + 1 WHERE state = 'issued' AND seed = excluded.seed"
 _COLUMNS = [f"json_extract(value, '$[{place}]')" for place in range(6)]
 
+GROUP = (
+    "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO UPDATE SET number = number "
+    "WHERE size = excluded.size AND task_id = excluded.task_id"
+)
 ISSUE = f"{_INTO} VALUES (?, ?, ?, ?, ?, ?)"
 ISSUE_AGAIN = f"{ISSUE} {_AGAIN}"
 ISSUES = f"{_INTO} {_from_json(*_COLUMNS)} WHERE true {_AGAIN}"

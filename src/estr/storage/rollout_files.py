@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from estr.errors import RunError, UsageError
 from estr.storage.files import disk_errors, remove_leftovers, sync_directory, write_atomic
-from estr.storage.rollouts import SCHEMA, Row, to_table
+from estr.storage.rollouts import SCHEMA, Row, Settled, to_table
 
 _NAME = re.compile(r"step-(\d{6,})(?:\.\d+)?(-finished)?\.parquet")
 _WAIT = 300.0  # seconds a foreground call waits for the background thread
@@ -27,7 +27,8 @@ class RolloutWriter:
     """Writes the rows settled in one optimizer step to ``rollouts/step-000123.parquet`` (zstd).
 
     With ``background`` a thread encodes and writes; its errors are raised by the next call. Call ``flush`` before a
-    checkpoint is committed, so that rows up to it are on disk.
+    checkpoint is committed, so that rows up to it are on disk. ``after_store`` is called after each file, by that
+    thread: the place for other work that nothing waits for.
     """
 
     def __init__(self, run: Any, *, background: bool = False) -> None:
@@ -37,6 +38,7 @@ class RolloutWriter:
             remove_leftovers(self.directory)
         self._ids = _stored_ids(self.directory)
         self._worker = _Worker(self._store) if background else None
+        self.after_store: Callable[[], None] = lambda: None
 
     def write(self, step: int, rows: Sequence[Row]) -> None:
         """Store rows settled in optimizer step ``step``; rows of state ``finished`` go to a file of their own.
@@ -46,10 +48,18 @@ class RolloutWriter:
                 ``background`` an earlier one); no partial file is left.
             ValueError: a trained row belongs to another step.
         """
-        self._check(step, rows)
-        settled = [row for row in rows if row["state"] != "finished"]
-        finished = [row for row in rows if row["state"] == "finished"]
-        for part, suffix in ((settled, ""), (finished, "-finished")):
+        self._take(step, [(row["trajectory_id"], row["state"], row["trained_step"]) for row in rows])
+        self._write(step, rows, [row["state"] for row in rows])
+
+    def write_settled(self, step: int, settled: Sequence[Settled]) -> None:
+        """``write`` for trajectories whose rows are yet to be made; with ``background`` its thread makes them."""
+        about = [(one, one.settlement.state, one.settlement.trained_step) for one in settled]
+        self._take(step, [(name, state, trained) for one, state, trained in about for name in one.names()])
+        self._write(step, settled, [state for _, state, _ in about])
+
+    def _write(self, step: int, entries: Sequence[Row | Settled], states: Sequence[str]) -> None:
+        for finished, suffix in ((False, ""), (True, "-finished")):
+            part = [entry for entry, state in zip(entries, states, strict=True) if (state == "finished") is finished]
             if part:
                 self._submit(step, suffix, part)
 
@@ -74,24 +84,26 @@ class RolloutWriter:
             worker, self._worker = self._worker, None
             worker.close()
 
-    def _check(self, step: int, rows: Sequence[Row]) -> None:
+    def _take(self, step: int, rows: Sequence[tuple[str, str, int | None]]) -> None:
+        """Note ids of rows that are to be written, with their state and the step that trained them, or refuse all."""
         fresh: set[str] = set()
-        for row in rows:
-            name = row["trajectory_id"]
+        for name, state, trained in rows:
             if name in self._ids or name in fresh:
                 raise RunError(f"the trajectory {name} is in {self.directory} already; it must not be stored twice")
-            if row["state"] == "trained" and row["trained_step"] != step:
-                raise ValueError(f"{name} was trained in step {row['trained_step']}, not in step {step}")
+            if state == "trained" and trained != step:
+                raise ValueError(f"{name} was trained in step {trained}, not in step {step}")
             fresh.add(name)
         self._ids |= fresh
 
-    def _submit(self, step: int, suffix: str, rows: list[Row]) -> None:
+    def _submit(self, step: int, suffix: str, entries: list[Row | Settled]) -> None:
         if self._worker is not None:
-            self._worker.submit(step, suffix, rows)
+            self._worker.submit(step, suffix, entries)
         else:
-            self._store(step, suffix, rows)
+            self._store(step, suffix, entries)
 
-    def _store(self, step: int, suffix: str, rows: list[Row]) -> None:
+    def _store(self, step: int, suffix: str, entries: list[Row | Settled]) -> None:
+        made = [entry.rows() if isinstance(entry, Settled) else [entry] for entry in entries]
+        rows = [row for some in made for row in some]
         buffer = io.BytesIO()
         pq.write_table(to_table(rows), buffer, compression="zstd")
         path = _free_name(self.directory, step, suffix)
@@ -102,6 +114,7 @@ class RolloutWriter:
             path.unlink(missing_ok=True)  # where only the directory could not be synced
             self._ids -= {row["trajectory_id"] for row in rows}
             raise
+        self.after_store()
 
     def __enter__(self) -> RolloutWriter:
         return self

@@ -95,6 +95,23 @@ class Settlement:
             raise ValueError("a trajectory has a drop_reason if and only if its state is 'dropped'")
 
 
+@dataclass(frozen=True)
+class Settled:
+    """A trajectory and what became of it, to be made into rows by whoever writes them."""
+
+    trajectory: Trajectory
+    settlement: Settlement
+    rollout: RolloutConfig
+
+    def names(self) -> list[str]:
+        """The ids of its rows."""
+        name = self.trajectory.trajectory_id
+        return [_row_id(name, index) for index in range(max(1, len(self.trajectory.segments)))]
+
+    def rows(self) -> list[Row]:
+        return rows_from(self.trajectory, self.settlement, self.rollout)
+
+
 def rows_from(trajectory: Trajectory, settlement: Settlement, rollout: RolloutConfig) -> list[Row]:
     """One row per segment (one empty row where nothing was generated); later segments are ``ID#1``, ``ID#2``…
 
@@ -168,9 +185,13 @@ def _sampler(rollout: RolloutConfig, sibling: int) -> str:
     return "cuts" if rollout.explores(sibling) else "standard"
 
 
+def _row_id(trajectory_id: str, segment: int) -> str:
+    return f"{trajectory_id}#{segment}" if segment else trajectory_id
+
+
 def _segment_columns(trajectory_id: str, index: int, segment: Segment) -> Row:
     return {
-        "trajectory_id": f"{trajectory_id}#{index}" if index else trajectory_id,
+        "trajectory_id": _row_id(trajectory_id, index),
         "parent_id": trajectory_id if index else None,
         "segment": index,
         "tokens": np.asarray(segment.tokens, np.int32),

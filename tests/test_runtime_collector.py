@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,15 +201,51 @@ def test_what_a_step_trained_is_durable_together_with_what_came_meanwhile_and_un
 
     made.pool.later = [Finished(trajectory(last))]
     with pytest.raises(RunError, match="full"):
-        made.collector.absorb_waiting(broken)
+        made.collector.turn_over(broken, None)
     assert made.ledger.counts()["trained"] == 0
     made.journal._settled.clear()
     made.pool.later = [Finished(trajectory(last))]
-    made.collector.absorb_waiting(lambda: made.journal.trained(settled, 1))
+    made.collector.turn_over(lambda: made.journal.trained(settled, 1), None)
     assert made.ledger.counts() | {"issued": 0} == {"issued": 0, "finished": 1, "trained": size, "dropped": 0}
     assert not list(tmp_path.glob("*.parquet"))
     made.journal.store_rows()
     assert len(read_rollouts(tmp_path)) == size
+
+
+def test_groups_issued_when_a_step_ends_are_durable_before_an_engine_has_them(bench: Callable[..., Bench]) -> None:
+    made = bench(lambda job: [], schedule=ASYNC)
+    submit, seen = made.pool.submit, []
+
+    def noted(jobs: Sequence[Job]) -> None:
+        with contextlib.closing(sqlite3.connect(made.ledger.path)) as another:
+            (issued,) = another.execute("SELECT COUNT(*) FROM trajectories").fetchone()
+        seen.append((len(jobs), issued))
+        submit(jobs)
+
+    made.pool.submit = noted  # type: ignore[method-assign]
+    made.collector.turn_over(lambda: None, None)
+    assert seen == []
+    made.collector.turn_over(lambda: None, 0)
+    assert [jobs for jobs, _ in seen] == [issued for _, issued in seen] == [len(made.pool.jobs)]
+
+
+def test_rows_that_could_not_be_stored_are_asked_for_again_by_a_checkpoint(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench(schedule={"mode": "sync"})
+    batch = made.collector.next_batch(0)
+    settlement = Settlement("trained", trained_step=1, target_version=0)
+    made.journal.trained([(one, settlement) for group in batch for one in group.trajectories], 1)
+
+    def full(*_: object) -> None:
+        raise RunError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(made.journal._rollouts, "write_settled", full)
+        with pytest.raises(RunError, match="full"):
+            made.journal.store_rows()
+    made.journal.position()
+    assert len(read_rollouts(made.journal._rollouts.directory)) == sum(len(group.trajectories) for group in batch)
 
 
 class OneByOne(ScriptedPool):

@@ -92,6 +92,9 @@ class Collector:
 
     def fill(self, version: int) -> None:
         """Admit what the schedule allows at ``version`` and issue it; what a resumed run left behind goes first."""
+        self._issue(self._admitted(version))
+
+    def _admitted(self, version: int) -> list[list[Ticket]]:
         self._version = version
         groups = self._schedule.release(version)
         for _ in range(self._schedule.admissible(version)):
@@ -100,7 +103,7 @@ class Collector:
                 groups.append(self._schedule.readmit(number, version, attempts))
             else:
                 groups.append(self._schedule.admit(version))
-        self._issue(groups)
+        return groups
 
     def take_up(self, backlog: Backlog, version: int) -> None:
         """Go on with what an earlier process of this run had issued."""
@@ -116,14 +119,17 @@ class Collector:
 
     def _issue(self, groups: Sequence[Sequence[Ticket]]) -> None:
         """Issue trajectories of admitted groups: durable together, and only then given to the pool."""
+        with self._journal.batch():
+            jobs = self._issued(groups)
+        if jobs:
+            self._pool.submit(jobs)
+
+    def _issued(self, groups: Sequence[Sequence[Ticket]]) -> list[Job]:
+        """Write groups into the ledger as issued; their jobs may be submitted once that is durable."""
         groups = [tickets for tickets in groups if tickets]
-        if not groups:
-            return
         for tickets in groups:
             self._place(tickets[0].group)
-        with self._journal.batch():
-            jobs = [job for tickets in groups for job in self._jobs(tickets)]
-        self._pool.submit(jobs)
+        return [job for tickets in groups for job in self._jobs(tickets)]
 
     def _place(self, number: int) -> None:
         """Give a group its problem and its place in the rollout batch."""
@@ -178,9 +184,21 @@ class Collector:
                 last_progress = time.monotonic()
             self._give_up_after(last_progress, batch)
 
-    def absorb_waiting(self, together_with: Callable[[], None] = lambda: None) -> None:
-        """Take the events that are there, without waiting; what ``together_with`` files is durable with them."""
-        self._absorb(self._pool.events(0.0), together_with)
+    def absorb_waiting(self) -> None:
+        """Take the events that are there, without waiting."""
+        self._absorb(self._pool.events(0.0))
+
+    def turn_over(self, file_step: Callable[[], None], version: int | None) -> None:
+        """A step has ended: what ``file_step`` files of it, the events that are there, and the groups that may be
+        issued at ``version`` (None: no group) become durable in one transaction."""
+        events = self._pool.events(0.0)
+        with self._journal.batch():
+            file_step()
+            self._make_durable(events)
+            jobs = self._issued(self._admitted(version)) if version is not None else []
+        if jobs:
+            self._pool.submit(jobs)
+        self._file_all(events)
 
     def _gather(self, waiting: Waiting) -> list[Event]:
         """Wait for events; those that cannot be the last ones of the rollout batch wait for others to come."""
@@ -214,9 +232,14 @@ class Collector:
 
     # ------------------------------------------------------------------ events
 
-    def _absorb(self, events: Sequence[Event], together_with: Callable[[], None] = lambda: None) -> bool:
+    def _absorb(self, events: Sequence[Event]) -> bool:
         """File events; whether any of them is progress."""
-        progress = False
+        with self._journal.batch():
+            self._make_durable(events)
+        return self._file_all(events)
+
+    def _make_durable(self, events: Sequence[Event]) -> None:
+        """Write results and turns into the ledger."""
         turns: dict[str, KeptTurn] = {}  # the newest of each trajectory that has not finished
         finished: list[Finished] = []
         for event in events:
@@ -225,11 +248,13 @@ class Collector:
             elif isinstance(event, Finished):
                 turns.pop(event.trajectory.trajectory_id, None)
                 finished.append(event)
-        with self._journal.batch():
-            together_with()
-            self._finished(finished)
-            self._journal.went_on([turn for turn in turns.values() if self._schedule.awaits(turn.ticket)])
+        self._finished(finished)
+        self._journal.went_on([turn for turn in turns.values() if self._schedule.awaits(turn.ticket)])
+
+    def _file_all(self, events: Sequence[Event]) -> bool:
+        """Act on events of which the results are durable; whether any of them is progress."""
         self.selection.check()
+        progress = False
         for event in events:
             progress |= self._file(event)
         return progress

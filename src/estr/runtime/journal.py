@@ -37,7 +37,7 @@ class RunJournal:
 
     def __init__(self, config: Config, ledger: Ledger, rollouts: RolloutWriter, step: int = 0) -> None:
         self._config, self._ledger, self._rollouts, self._step = config, ledger, rollouts, step
-        self._settled: list[Settled] = []
+        self._settled: list[tuple[int, list[Settled]]] = []  # by step, waiting for ``store_rows``
         self._dropped: list[Settled] = []
         self.dropped_groups = 0
 
@@ -86,16 +86,19 @@ class RunJournal:
                 if settlement.drop_reason is not None and not settlement.used:
                     self._ledger.drop(trajectory.trajectory_id, settlement.drop_reason, step)
         self._step = step
-        self._settled += [self._row(trajectory, settlement) for trajectory, settlement in settled]
-        self._settled, self._dropped = self._settled + self._dropped, []
+        rows = [self._row(trajectory, settlement) for trajectory, settlement in settled]
+        self._settled.append((step, rows + self._dropped))
+        self._dropped = []
 
     def store_rows(self) -> None:
         """Give the rows of what ``trained`` has made durable, and of what was dropped before it, to rollouts/."""
-        settled, self._settled = self._settled, []
-        self._write(self._step, settled)
+        while self._settled:
+            self._write(*self._settled[0])
+            self._settled.pop(0)
 
     def unfinished(self, groups: Sequence[Group], step: int) -> None:
         """The run ends: what had finished and was not trained."""
+        self.store_rows()
         finished = [trajectory for group in groups for trajectory in group.trajectories]
         self._write(step, [self._row(trajectory, Settlement("finished")) for trajectory in finished])
         dropped, self._dropped = self._dropped, []
@@ -105,7 +108,8 @@ class RunJournal:
     # ------------------------------------------------------------------ checkpoints
 
     def position(self) -> dict[str, int]:
-        """Where the ledger stands, for a checkpoint."""
+        """Where the ledger stands, for a checkpoint; the rows of what was settled before are on disk."""
+        self.store_rows()
         self._rollouts.flush()
         return self._ledger.position()
 

@@ -77,6 +77,7 @@ class Run:
     def _collect(self) -> list[Group]:
         parts, version = self._p, self._p.learner.version
         parts.collecting = parts.schedule.next_group
+        parts.journal.store_rows()  # written while the loop waits
         with parts.accounting.learner("wait", version):
             groups = parts.collector.next_batch(version)
         parts.collecting = None
@@ -91,8 +92,8 @@ class Run:
                 result = next(results)
             self._publish()
             self._step += 1
-            self._store(result, trained)
             last = number == parts.steps_per_batch or self._step >= self._config.run.steps
+            self._store(result, trained, refill=last and self._refills)
             self._report(result, boundary=last)
             if last:
                 break
@@ -119,9 +120,14 @@ class Run:
             parts.pool.publish(parts.learner.version, parts.weights(), canary)
         parts.published = parts.learner.version
 
-    def _store(self, result: StepResult, trained: set[str]) -> None:
+    @property
+    def _refills(self) -> bool:
+        """Whether engines are given new groups as soon as a step ends; other modes wait for the loop to come round."""
+        return self._config.schedule.mode == "async" and self._step < self._config.run.steps
+
+    def _store(self, result: StepResult, trained: set[str], *, refill: bool) -> None:
         """File the trajectories of this step that were not trained before, in one transaction with what came back
-        meanwhile; their rows follow when it is durable."""
+        meanwhile and what is issued next; their rows follow when the loop waits."""
         parts, rows = self._p, []
         for record in result.trajectories:
             trajectory = record.trajectory
@@ -133,8 +139,8 @@ class Run:
         for trajectory, reason in result.dropped:
             trained.add(trajectory.trajectory_id)
             rows.append((trajectory, self._passed_over(result, reason)))
-        parts.collector.absorb_waiting(lambda: parts.journal.trained(rows, self._step))
-        parts.journal.store_rows()
+        version = parts.learner.version if refill else None
+        parts.collector.turn_over(lambda: parts.journal.trained(rows, self._step), version)
 
     def _settlement(self, result: StepResult, record: TrainedTrajectory) -> Settlement:
         if result.skipped:

@@ -92,6 +92,30 @@ def test_withdraw_after_rewrites_and_goes_on(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_lines_of_the_timeline_are_written_together_and_in_order(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("estr.storage.metrics.time.monotonic", lambda: clock[0])
+    writes = []
+    monkeypatch.setattr(
+        "estr.storage.metrics.write_all", lambda file, data: writes.append(data) or os.write(file, data)
+    )
+    with TimelineWriter(tmp_path / "timeline.jsonl") as writer:
+        for start in range(5):
+            clock[0] += 0.4
+            writer.write("learner", "train", float(start), start + 1.0, 0)
+        assert [len(data.splitlines()) for data in writes] == [3]
+    assert [record["start"] for record in read_timeline(tmp_path)] == [0, 1, 2, 3, 4]
+    assert len(writes) == 2
+
+
+def test_lines_of_the_timeline_that_wait_are_withdrawn_too(tmp_path):
+    with TimelineWriter(tmp_path / "timeline.jsonl") as writer:
+        for version in range(3):
+            writer.write("learner", "train", 0.0, 1.0, version)
+        assert writer.withdraw_after(1) == 1
+    assert [record["version"] for record in read_timeline(tmp_path)] == [0, 1]
+
+
 def test_timeline_withdraws_by_version(tmp_path):
     with TimelineWriter(tmp_path / "timeline.jsonl") as writer:
         writer.write("engine-0", "generate", 0.0, 1.5, version=0)

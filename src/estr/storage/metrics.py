@@ -1,7 +1,8 @@
 """metrics.jsonl and timeline.jsonl: one JSON object a line, readable while the run goes on.
 
-Each line is one ``write`` to the kernel as it happens, so that a killed process loses nothing. ``sync`` (fsync) is
-called with each checkpoint only: after a power cut, lines beyond the last checkpoint are withdrawn on resume anyway.
+Each line of metrics.jsonl is one ``write`` to the kernel as it happens, so that a killed process loses nothing; lines
+of timeline.jsonl go there together about once a second. ``sync`` (fsync) is called with each checkpoint only: after a
+power cut, lines beyond the last checkpoint are withdrawn on resume anyway.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +21,7 @@ from estr.storage.encoding import clean_text
 from estr.storage.files import disk_errors, remove_leftovers, write_all, write_atomic
 
 Record = dict[str, Any]
+_TOGETHER = 1.0  # seconds over which lines of the timeline are gathered
 
 
 class JsonLinesWriter:
@@ -35,12 +38,14 @@ class JsonLinesWriter:
         Raises:
             RunError: the disk is full or broken; the file then ends with the line before.
         """
+        self._write_lines(encode_line(record) + "\n")
+
+    def _write_lines(self, lines: str) -> None:
         assert self._descriptor is not None, f"{self.path} is closed"
-        line = (encode_line(record) + "\n").encode()
         with disk_errors("write", self.path):
             size = os.fstat(self._descriptor).st_size
             try:
-                write_all(self._descriptor, line)
+                write_all(self._descriptor, lines.encode())
             except OSError:
                 os.ftruncate(self._descriptor, size)
                 raise
@@ -114,7 +119,39 @@ class MetricsWriter(JsonLinesWriter):
 
 
 class TimelineWriter(JsonLinesWriter):
-    """timeline.jsonl: what each process did when, in seconds since the run started."""
+    """timeline.jsonl: what each process did when, in seconds since the run started.
+
+    A killed process loses what it did in the last second.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._waiting: list[str] = []
+        self._written = time.monotonic()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one line, to be written with others; raises RunError as soon as that fails."""
+        self._waiting.append(encode_line(record) + "\n")
+        if time.monotonic() - self._written >= _TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that wait."""
+        if self._waiting:
+            self._write_lines("".join(self._waiting))
+            self._waiting.clear()
+        self._written = time.monotonic()
+
+    def withdraw(self, keep: Callable[[Record], bool]) -> int:
+        self.flush()
+        return super().withdraw(keep)
+
+    def close(self) -> None:
+        try:
+            if self._descriptor is not None:
+                self.flush()
+        finally:
+            super().close()
 
     def write(
         self,

@@ -31,7 +31,7 @@ from estr.runtime.collector import Collector
 from estr.runtime.saving import CheckpointStore
 from estr.storage import rollout_files
 from estr.storage.ledger import Ledger
-from estr.storage.metrics import JsonLinesWriter, MetricsWriter
+from estr.storage.metrics import JsonLinesWriter, MetricsWriter, TimelineWriter
 from estr.storage.rollout_files import RolloutWriter
 
 WARM = 5
@@ -55,6 +55,7 @@ TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ),
     ("rollouts", RolloutWriter, ("write_settled", "flush")),
     ("metrics and timeline", JsonLinesWriter, ("append", "sync")),
+    ("metrics and timeline", TimelineWriter, ("append",)),
     ("checkpoint", CheckpointStore, ("save",)),
 )
 

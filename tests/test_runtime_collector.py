@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from estr.config import Config
+from estr.environments.base import Problem
 from estr.errors import RunError
 from estr.runtime.accounting import Accounting
 from estr.runtime.collector import Collector
@@ -227,6 +228,27 @@ def test_groups_issued_when_a_step_ends_are_durable_before_an_engine_has_them(be
     assert seen == []
     made.collector.turn_over(lambda: None, 0)
     assert [jobs for jobs, _ in seen] == [issued for _, issued in seen] == [len(made.pool.jobs)]
+
+
+class Refusing(Echo):
+    """Has problems for the first groups only."""
+
+    def train_problem(self, index: int) -> Problem:
+        if index >= 2:
+            raise ValueError("no more problems")
+        return super().train_problem(index)
+
+
+def test_a_step_is_filed_also_where_nothing_more_can_be_issued(bench: Callable[..., Bench]) -> None:
+    made = bench(schedule={"mode": "sync"}, task=Refusing())
+    batch = made.collector.next_batch(0)
+    trained = [one for group in batch for one in group.trajectories]
+    settlement = Settlement("trained", trained_step=1, target_version=0)
+    made.collector.turn_over(lambda: made.journal.trained([(one, settlement) for one in trained], 1), 1)
+    assert made.ledger.counts() == {"issued": 0, "finished": 0, "trained": len(trained), "dropped": 0}
+    for _ in range(2):
+        with pytest.raises(RunError, match="no more problems"):
+            made.collector.next_batch(1)
 
 
 def test_rows_that_could_not_be_stored_are_asked_for_again_by_a_checkpoint(

@@ -112,17 +112,18 @@ def test_payloads_are_zlib_streams_whatever_their_size(length):
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 400), st.binary(max_size=4))
+@example(1, b"\x9c")
 @example(2, b"\t")
-def test_damaged_payloads_are_recognized(position, damage):
-    """All but five bits of the third byte, which a stored block of deflate (RFC 1951, 3.2.4) does not use."""
+def test_damaged_payloads_are_recognized_or_mean_the_same(position, damage):
+    """zlib's header and the first byte of deflate have bits that do not count (RFC 1950, 2.2; RFC 1951, 3.2.4)."""
     payload = encode_trajectory(made(0, 0))
     broken = payload[:position] + damage + payload[position + len(damage) :]
-    unused = broken[:2] + bytes([broken[2] & 7]) + broken[3:]
-    if unused == payload:
-        assert equal(decode_trajectory(broken), made(0, 0))
-    else:
-        with pytest.raises(ValueError):
-            decode_trajectory(broken)
+    try:
+        found = decode_trajectory(broken)
+    except ValueError:
+        return
+    assert equal(found, made(0, 0))
+    assert position < 3 or broken == payload
 
 
 def test_a_payload_that_unpacks_without_end_is_refused(monkeypatch):
@@ -589,16 +590,16 @@ def test_the_log_is_moved_into_the_database_without_a_commit(ledger, tmp_path):
     assert alone(ledger.path, tmp_path) == 3 * SIZE
 
 
-def test_moving_the_log_waits_for_no_batch_and_leaves_what_is_not_committed(ledger, tmp_path):
-    ledger.move_log()
+def test_the_log_is_moved_between_batches(ledger, tmp_path):
     train_group(ledger, 0, 1)
     with ledger.batch():
         issue_group(ledger, 1)
         mover = threading.Thread(target=ledger.move_log)
         mover.start()
-        mover.join(60)
-        assert not mover.is_alive()
-    assert alone(ledger.path, tmp_path) == SIZE
+        mover.join(0.2)
+        assert mover.is_alive()
+    mover.join(60)
+    assert alone(ledger.path, tmp_path) == 2 * SIZE
     assert ledger.counts()["issued"] == SIZE
 
 
@@ -610,12 +611,29 @@ def test_the_log_of_a_closed_ledger_is_not_moved(tmp_path):
     assert alone(ledger.path, tmp_path) == SIZE
 
 
-def test_what_goes_wrong_while_the_log_is_moved_is_said_in_a_sentence(ledger, tmp_path, monkeypatch):
-    damaged = tmp_path / "damaged"
-    damaged.write_bytes(b"this is no database" * 1000)
-    monkeypatch.setattr(ledger, "_connect", lambda: sqlite3.connect(damaged))
-    with pytest.raises(RunError, match=r"ledger\.sqlite failed: it is not a ledger"):
+def test_a_log_that_another_reader_holds_back_stays_and_is_moved_later(ledger, tmp_path):
+    train_group(ledger, 0, 1)
+    with contextlib.closing(sqlite3.connect(ledger.path, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT COUNT(*) FROM trajectories").fetchall()
+        train_group(ledger, 1, 2)
         ledger.move_log()
+        assert ledger.counts()["trained"] == 2 * SIZE
+    ledger.move_log()
+    assert alone(ledger.path, tmp_path) == 2 * SIZE
+
+
+def test_issuing_a_group_again_costs_the_same_in_a_long_ledger(ledger):
+    work = []
+    ledger._connection.set_progress_handler(lambda: work.append(1) and None, 100)
+    for groups in (2, 600):
+        for group in range(ledger.next_group, groups):
+            issue_group(ledger, group)
+        work.clear()
+        issue_group(ledger, 1)
+        if groups == 2:
+            least = len(work)
+    assert len(work) <= least + 2
 
 
 def test_issuing_a_group_again_with_other_numbers_is_refused(ledger):

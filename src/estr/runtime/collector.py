@@ -85,6 +85,7 @@ class Collector:
         self._progress: dict[str, Progress] = {}
         self._backlog: list[tuple[int, dict[int, int]]] = []
         self._version = 0
+        self._refusal: RunError | None = None
         self.selection = SpreadFilter.of(config)
         self.canary_error = float("nan")
 
@@ -93,6 +94,17 @@ class Collector:
     def fill(self, version: int) -> None:
         """Admit what the schedule allows at ``version`` and issue it; what a resumed run left behind goes first."""
         self._issue(self._admitted(version))
+
+    def _placed(self, version: int) -> list[list[Ticket]]:
+        """Admitted groups that have their problem. Where the task has none, the step before is filed all the same, and
+        the loop is told when it asks for the next batch."""
+        try:
+            groups = self._admitted(version)
+            self._place_all(groups)
+        except RunError as error:
+            self._refusal = error
+            return []
+        return groups
 
     def _admitted(self, version: int) -> list[list[Ticket]]:
         self._version = version
@@ -120,16 +132,19 @@ class Collector:
     def _issue(self, groups: Sequence[Sequence[Ticket]]) -> None:
         """Issue trajectories of admitted groups: durable together, and only then given to the pool."""
         with self._journal.batch():
+            self._place_all(groups)
             jobs = self._issued(groups)
         if jobs:
             self._pool.submit(jobs)
 
     def _issued(self, groups: Sequence[Sequence[Ticket]]) -> list[Job]:
         """Write groups into the ledger as issued; their jobs may be submitted once that is durable."""
-        groups = [tickets for tickets in groups if tickets]
+        return [job for tickets in groups if tickets for job in self._jobs(tickets)]
+
+    def _place_all(self, groups: Sequence[Sequence[Ticket]]) -> None:
         for tickets in groups:
-            self._place(tickets[0].group)
-        return [job for tickets in groups for job in self._jobs(tickets)]
+            if tickets:
+                self._place(tickets[0].group)
 
     def _place(self, number: int) -> None:
         """Give a group its problem and its place in the rollout batch."""
@@ -172,6 +187,8 @@ class Collector:
             RunError: nothing moved for schedule.wait_timeout seconds, too many groups failed in a row, or an engine has
                 wrong weights.
         """
+        if self._refusal is not None:
+            raise self._refusal
         last_progress = time.monotonic()
         while True:
             self._check()
@@ -195,7 +212,7 @@ class Collector:
         with self._journal.batch():
             file_step()
             self._make_durable(events)
-            jobs = self._issued(self._admitted(version)) if version is not None else []
+            jobs = [] if version is None else self._issued(self._placed(version))
         if jobs:
             self._pool.submit(jobs)
         self._file_all(events)

@@ -190,7 +190,7 @@ def prepared(
             extra_temperature=learner.extensions.extra_temperature,
         )
         redo_from = position.next_group if config.schedule.mode == "lockstep" else None
-        schedule.next_group = max(ledger.next_group, position.next_group) if redo_from is None else redo_from
+        schedule.next_group = ledger.next_group if redo_from is None else redo_from
         backlog = journal.rewind(position.step, position.ledger, redo_from=redo_from)
         # Only now: the ledger may refuse to go back, and then nothing may be gone.
         for writer in (metrics, timeline, rollouts, log):

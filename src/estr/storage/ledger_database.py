@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import threading
@@ -29,12 +30,10 @@ class LedgerDatabase:
         self._lock = threading.RLock()
         self._depth = 0
         self._begun = False  # whether the outermost batch has begun its transaction
-        self._mover: sqlite3.Connection | None = None
-        self._mover_lock = threading.Lock()
         self._closed = False
         with disk_errors("open the ledger", self.path), self._errors():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = self._connect()
+            self._connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
             try:
                 self._prepare()
             except BaseException:
@@ -80,24 +79,20 @@ class LedgerDatabase:
             raise RunError(f"the ledger {self.path} has undone this batch after an earlier failure")
 
     def move_log(self) -> None:
-        """Move what the write-ahead log holds into the database, on a connection of its own: for a thread that nothing
-        waits for. From the first call on a commit does it itself only where the log has grown very long."""
-        with self._mover_lock, self._errors():
-            if self._closed:
-                return
-            if self._mover is None:
-                self._mover = self._connect()
-                self._mover.execute("PRAGMA synchronous = FULL")
-                with self._lock:
-                    self._connection.execute(f"PRAGMA wal_autocheckpoint = {_LONG_LOG}")
-            self._mover.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        """Move what the write-ahead log holds into the database, between two batches: for another thread than the one
+        that commits, which from the first call on does it itself only where the log has grown very long.
+
+        A log that cannot be moved stays where it is, and nothing is lost: what the disk has to say, commits tell. There
+        is one connection, as a second one could meet the WAL-reset race of SQLite before 3.51.3.
+        """
+        with self._lock, contextlib.suppress(sqlite3.Error):
+            if not self._closed:
+                self._connection.execute(f"PRAGMA wal_autocheckpoint = {_LONG_LOG}")
+                self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def close(self) -> None:
-        with self._mover_lock:
-            self._closed = True
-            if self._mover is not None:
-                self._mover.close()
         with self._lock:
+            self._closed = True
             self._connection.close()
 
     def __enter__(self) -> Self:
@@ -107,9 +102,6 @@ class LedgerDatabase:
         self.close()
 
     # ------------------------------------------------------------------ statements
-
-    def _connect(self) -> sqlite3.Connection:
-        return sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
 
     def _prepare(self) -> None:
         for pragma in PRAGMAS:

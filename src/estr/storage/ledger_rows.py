@@ -41,7 +41,7 @@ _AGAIN = "ON CONFLICT (key) DO UPDATE SET issues = issues + 1 WHERE state = 'iss
 _COLUMNS = [f"json_extract(value, '$[{place}]')" for place in range(6)]
 
 GROUP = (
-    "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO UPDATE SET number = number "
+    "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO UPDATE SET size = size "
     "WHERE size = excluded.size AND task_id = excluded.task_id"
 )
 ISSUE = f"{_INTO} VALUES (?, ?, ?, ?, ?, ?)"

@@ -7,6 +7,7 @@ power cut, lines beyond the last checkpoint are withdrawn on resume anyway.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from estr.errors import UsageError
+from estr.errors import RunError, UsageError
 from estr.storage.encoding import clean_text
 from estr.storage.files import disk_errors, remove_leftovers, write_all, write_atomic
 
@@ -121,7 +122,7 @@ class MetricsWriter(JsonLinesWriter):
 class TimelineWriter(JsonLinesWriter):
     """timeline.jsonl: what each process did when, in seconds since the run started.
 
-    A killed process loses what it did in the last second.
+    A killed process loses the lines that wait to be written with others.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -142,16 +143,20 @@ class TimelineWriter(JsonLinesWriter):
             self._waiting.clear()
         self._written = time.monotonic()
 
+    def sync(self) -> None:
+        self.flush()
+        super().sync()
+
     def withdraw(self, keep: Callable[[Record], bool]) -> int:
         self.flush()
         return super().withdraw(keep)
 
     def close(self) -> None:
-        try:
-            if self._descriptor is not None:
+        """Close the file; lines that cannot be written any more are given up, so that what ended the run is told."""
+        if self._descriptor is not None:
+            with contextlib.suppress(RunError):
                 self.flush()
-        finally:
-            super().close()
+        super().close()
 
     def write(
         self,

@@ -61,7 +61,8 @@ def _aims(found: list[results.Result]) -> Iterator[str]:
 
 
 def _reasons() -> dict[str, str]:
-    """What stands in the way of a benchmark's missed aims: ``name: text`` paragraphs of reasons.md."""
+    """Paragraphs ``name: text`` of reasons.md: what stands in the way of a benchmark's missed aims, or, as ``read
+    name``, how its numbers are to be read."""
     if not REASONS.exists():
         return {}
     paragraphs = REASONS.read_text(encoding="utf-8").strip().split("\n\n")
@@ -79,6 +80,8 @@ def _section(result: results.Result) -> Iterator[str]:
         "GB/s. "
         f"{', '.join(f'{k} {v}' for k, v in result.settings.items() if k != 'short')}. {result.seconds:.0f} s.\n"
     )
+    if (how := _reasons().get(f"read {result.name}")) is not None:
+        yield f"How to read it: {how}\n"
     yield "| ratio | median (range) |\n|---|---|"
     yield from (f"| {ratio.name} | {Spread(ratio.values)} |" for ratio in result.ratios)
     yield "\n| measured | median (range) | |\n|---|---|---|"

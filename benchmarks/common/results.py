@@ -53,6 +53,7 @@ class Result:
         self.measurements.append({"name": name, "unit": unit, "values": list(spread.values)})
 
     def ratio(self, name: str, spread: Spread, aim: float | None = None, *, higher: bool = True) -> None:
+        assert all(known.name != name for known in self.ratios), f"two ratios are called {name!r}"
         self.ratios.append(Ratio(name, spread.values, aim, higher))
 
     def tables(self) -> str:

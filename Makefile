@@ -35,11 +35,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Files in the order of their names: otherwise those of few long tests come last, and one worker waits for the other.
 test: lint
-	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Losses of other frameworks against ours, in an environment of their own.
 test-oracles: $(ORACLES)/.installed

@@ -1,25 +1,90 @@
-"""The benchmarks run, compare and make their page; nothing here asserts a time."""
+"""The benchmarks run, compare and make their page; nothing here asserts a time.
+
+Each runs in a fork of the test process, which has torch imported; so do their runs and engines.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from benchmarks.common import runs
 
+from estr.cli.main import main as estr
 from estr.schedule import Schedule, ScheduleRules
+from forking import forked_engines
+from loop_helpers import write_config
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = {"name", "settings", "machine", "measurements", "ratios", "profile", "notes", "seconds"}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=280)
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(folder: Path, module: str, *arguments: str) -> Done:
+    """``python -m module arguments``, in the checkout."""
+    number = len(list(folder.glob("*.stdout")))
+    streams = [folder / f"{number}.stdout", folder / f"{number}.stderr"]
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            code = _main(module, arguments, streams)
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return Done(code, *(stream.read_text(encoding="utf-8") for stream in streams))
+
+
+def _main(module: str, arguments: tuple[str, ...], streams: list[Path]) -> int:
+    """In the fork, which is thrown away: nothing is put back."""
+    os.setsid()
+    os.chdir(ROOT)
+    sys.stdout, sys.stderr = (stream.open("w", encoding="utf-8") for stream in streams)
+    sys.argv = [module, *arguments]
+    try:
+        with forked_engines():
+            _without_new_processes()
+            return importlib.import_module(module).main() or 0
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _without_new_processes() -> None:
+    torch.set_num_threads(1)
+    fork: Callable[[str | None], Any] = multiprocessing.get_context
+    multiprocessing.get_context = lambda kind=None: fork("forkserver" if kind == "spawn" else kind)  # type: ignore[assignment]
+    runs.execute = lambda arguments, cores: (estr(arguments), "")
+
+
+def test_a_run_of_a_benchmark_that_fails_says_why(tmp_path: Path) -> None:
+    """The one run in a process of its own."""
+    config = write_config(tmp_path / "config.toml", task={"name": "no-such-task"})
+    with pytest.raises(SystemExit, match="no-such-task"):
+        runs.train(config.read_text(), tmp_path, cores={0})
 
 
 @pytest.mark.parametrize(
@@ -38,7 +103,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 )
 def test_the_short_form_of_a_benchmark_runs(name: str, ratio: str | None, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.json"
-    done = run(f"benchmarks.{name}", "--short", "--json", str(path))
+    done = run(tmp_path, f"benchmarks.{name}", "--short", "--json", str(path))
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
     assert set(result) == KEYS
@@ -75,11 +140,11 @@ def test_a_ratio_that_fell_beyond_both_ranges_is_worse(tmp_path: Path) -> None:
     old = stored(tmp_path / "old.json", [2.0, 2.1, 2.2])
     worse = stored(tmp_path / "worse.json", [1.5, 1.6, 1.7])
     noisy = stored(tmp_path / "noisy.json", [1.5, 1.6, 2.05])
-    done = run("benchmarks.compare_results", str(old), str(worse))
+    done = run(tmp_path, "benchmarks.compare_results", str(old), str(worse))
     assert done.returncode == 1
     assert "worse" in done.stdout
-    assert run("benchmarks.compare_results", str(old), str(noisy)).returncode == 0
-    back = run("benchmarks.compare_results", str(worse), str(old))
+    assert run(tmp_path, "benchmarks.compare_results", str(old), str(noisy)).returncode == 0
+    back = run(tmp_path, "benchmarks.compare_results", str(worse), str(old))
     assert back.returncode == 0
     assert "better" in back.stdout
 
@@ -87,24 +152,24 @@ def test_a_ratio_that_fell_beyond_both_ranges_is_worse(tmp_path: Path) -> None:
 def test_where_less_is_better_a_rise_is_worse(tmp_path: Path) -> None:
     old = stored(tmp_path / "old.json", [0.5], higher=False)
     new = stored(tmp_path / "new.json", [0.7], higher=False)
-    assert run("benchmarks.compare_results", str(old), str(new)).returncode == 1
-    assert run("benchmarks.compare_results", str(new), str(old)).returncode == 0
+    assert run(tmp_path, "benchmarks.compare_results", str(old), str(new)).returncode == 1
+    assert run(tmp_path, "benchmarks.compare_results", str(new), str(old)).returncode == 0
 
 
 def test_results_of_two_benchmarks_or_no_result_are_refused(tmp_path: Path) -> None:
     old = stored(tmp_path / "old.json", [2.0])
     other = stored(tmp_path / "other.json", [2.0], benchmark="another")
-    done = run("benchmarks.compare_results", str(old), str(other))
+    done = run(tmp_path, "benchmarks.compare_results", str(old), str(other))
     assert done.returncode == 1
     assert "two benchmarks" in done.stderr
     (tmp_path / "broken.json").write_text("{}")
-    done = run("benchmarks.compare_results", str(old), str(tmp_path / "broken.json"))
+    done = run(tmp_path, "benchmarks.compare_results", str(old), str(tmp_path / "broken.json"))
     assert "no result" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_page_is_what_the_stored_results_say() -> None:
-    done = run("benchmarks.performance_page", "--check")
+def test_the_page_is_what_the_stored_results_say(tmp_path: Path) -> None:
+    done = run(tmp_path, "benchmarks.performance_page", "--check")
     assert done.returncode == 0, done.stderr
 
 

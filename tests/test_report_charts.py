@@ -56,6 +56,13 @@ def test_overlap_is_the_part_of_training_in_which_an_engine_generated():
     assert overlap_share(timeline) == pytest.approx((3 + 0.5) / 8)
     assert overlap_share(spans(("learner", "wait", 0, 1))) is None
     assert overlap_share(spans(("learner", "train", 0, 1))) is None
+    assert overlap_share(spans(("learner", "train", 0, 1), ("engine-0", "sync", 0, 1))) is None
+
+
+def test_a_timeline_without_generating_is_drawn():
+    timeline = spans(("learner", "train", 0, 1), ("engine-0", "sync", 0, 1))
+    panels = timeline_panels([Run(None, "r", {}, None, None, timeline, None, [])])  # type: ignore[arg-type]
+    assert [bool(panel.svg) for panel in panels] == [True, True]
 
 
 def test_the_window_lies_in_the_run_and_avoids_evaluations():

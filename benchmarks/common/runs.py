@@ -20,15 +20,22 @@ def train(config: str, directory: Path, *, cores: set[int] | None = None, **over
     number = len(list(directory.iterdir()))
     path, target = directory / f"config-{number}.toml", directory / f"run-{number}"
     path.write_text(config)
-    command = [sys.executable, "-m", "estr", "train", str(path), "--output", str(target)]
+    arguments = ["train", str(path), "--output", str(target)]
     for key, value in overrides.items():
-        command += ["--set", f"{key.replace('__', '.')}={value}"]
-    pin = [] if cores is None or not shutil.which("taskset") else ["taskset", "-c", ",".join(map(str, sorted(cores)))]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*pin, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stderr)
+        arguments += ["--set", f"{key.replace('__', '.')}={value}"]
+    status, errors = execute(arguments, cores)
+    if status:
+        sys.exit(errors or f"estr {' '.join(arguments)} ended with status {status}")
     return target
+
+
+def execute(arguments: list[str], cores: set[int] | None) -> tuple[int, str]:
+    """The command line in a process of its own: its exit status and what it wrote to standard error."""
+    pin = [] if cores is None or not shutil.which("taskset") else ["taskset", "-c", ",".join(map(str, sorted(cores)))]
+    command = [*pin, sys.executable, "-m", "estr", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
 
 
 def lines(run: Path) -> list[dict[str, float]]:

@@ -70,6 +70,8 @@ class Blow:
     @property
     def phase(self) -> str:
         if self.trap is None:
+            if not self.signal:
+                return "no blow"
             return f"any time: {signal.Signals(self.signal).name} to the {self.to}"
         return "a file call" if self.trap.point is None else self.trap.point.phase
 
@@ -199,7 +201,7 @@ class Torturer:
             descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             for number in (1, 2):
                 os.dup2(descriptor, number)
-            what = str(blow.trap) if blow.trap is not None else blow.phase if blow.signal else "no blow"
+            what = str(blow.trap) if blow.trap is not None else blow.phase
             print(f"--- {'train' if fresh else 'resume'}, pid {os.getpid()}, {what}", flush=True)
             self._prepare(blow)
             config = self.directory / f"{path.name}.toml"

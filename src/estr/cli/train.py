@@ -153,12 +153,13 @@ def _drive(
 
 
 def _write_report(path: Path, reporter: Reporter) -> Path | None:
+    """The report, or a notice: whatever is wrong with a picture of a run, the run itself has not failed."""
     from estr.report import write_report
 
     try:
         return write_report([path], path / "report.html")
-    except (OSError, EstrError, ValueError) as error:
-        reporter.notice(f"the report could not be written: {error}")
+    except Exception as error:
+        reporter.notice(f"the report could not be written, try again with: estr report {path} ({error})")
         return None
 
 

@@ -95,12 +95,13 @@ def busy_share(start: Floats, end: Floats, edges: Floats) -> Floats:
 
 
 def overlap_share(timeline: Timeline) -> float | None:
-    """Share of the learner's training time in which at least one engine generated; None without training."""
+    """Share of the learner's training time in which at least one engine generated; None where no training or no
+    generating was recorded (a kill loses the last second of the timeline)."""
     start, end = timeline.of("learner", "train")
     if not len(start) or (end - start).sum() <= 0:
         return None
     engines = [timeline.of(actor, "generate") for actor in timeline.actors if actor != "learner"]
-    if not engines:
+    if not any(len(begin) for begin, _ in engines):
         return None
     generating = _union(np.concatenate([e[0] for e in engines]), np.concatenate([e[1] for e in engines]))
     common = sum(_covered(*generating, low, high) for low, high in zip(start, end, strict=True))

@@ -29,6 +29,7 @@ from estr.storage.checkpoints import latest_checkpoint
 from estr.storage.metrics import read_metrics
 from estr.storage.rollout_files import read_rollouts
 from estr.storage.run_directory import RunDirectory
+from forking import Forked, forked_estr
 
 TESTS = Path(__file__).parent
 SCRIPT = Path(sys.executable).with_name("estr")
@@ -94,7 +95,7 @@ def estr(capsys: pytest.CaptureFixture[str], *arguments: object) -> Outcome:
 class Command:
     """The command line in a process of its own, leader of its own process group."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
     err_path: Path
     out_path: Path
 
@@ -112,21 +113,29 @@ class Command:
 
 
 @contextmanager
-def started(directory: Path, *arguments: object, **environment: str) -> Iterator[Command]:
-    """``estr ARGUMENTS`` in ``directory``, which holds a copy of the tests' own tasks."""
+def started(directory: Path, *arguments: object, forked: bool = False, **environment: str) -> Iterator[Command]:
+    """``estr ARGUMENTS`` in ``directory``, which holds a copy of the tests' own tasks.
+
+    ``forked``: as a copy of this process, which starts in a fraction of the time; else a new interpreter.
+    """
     (directory / "loop_tasks.py").write_text((TESTS / "loop_tasks.py").read_text())
     err, out = directory / "stderr.txt", directory / "stdout.txt"
+    words, variables = [str(word) for word in arguments], {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     with err.open("w") as err_file, out.open("w") as out_file:
-        process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)],
-            cwd=directory,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=out_file,
-            stderr=err_file,
-            text=True,
-            start_new_session=True,
-        )
+        process: subprocess.Popen[str] | Forked
+        if forked:
+            process = forked_estr(words, out_file.fileno(), err_file.fileno(), directory, variables)
+        else:
+            process = subprocess.Popen(
+                [*COMMAND, *words],
+                cwd=directory,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=out_file,
+                stderr=err_file,
+                text=True,
+                start_new_session=True,
+            )
         command = Command(process, err, out)
         try:
             yield command

@@ -8,21 +8,18 @@ from __future__ import annotations
 import importlib
 import json
 import multiprocessing
-import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from benchmarks.common import runs
 
 from estr.cli.main import main as estr
 from estr.schedule import Schedule, ScheduleRules
-from forking import forked_engines
+from forking import Forked
 from loop_helpers import write_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,42 +36,20 @@ class Done:
 def run(folder: Path, module: str, *arguments: str) -> Done:
     """``python -m module arguments``, in the checkout."""
     number = len(list(folder.glob("*.stdout")))
-    streams = [folder / f"{number}.stdout", folder / f"{number}.stderr"]
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            code = _main(module, arguments, streams)
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return Done(code, *(stream.read_text(encoding="utf-8") for stream in streams))
+    paths = folder / f"{number}.stdout", folder / f"{number}.stderr"
 
+    def work() -> int | None:
+        sys.argv = [module, *arguments]
+        _without_new_processes()
+        return importlib.import_module(module).main()  # type: ignore[no-any-return]
 
-def _main(module: str, arguments: tuple[str, ...], streams: list[Path]) -> int:
-    """In the fork, which is thrown away: nothing is put back."""
-    os.setsid()
-    os.chdir(ROOT)
-    sys.stdout, sys.stderr = (stream.open("w", encoding="utf-8") for stream in streams)
-    sys.argv = [module, *arguments]
-    try:
-        with forked_engines():
-            _without_new_processes()
-            return importlib.import_module(module).main() or 0
-    except SystemExit as error:
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    with paths[0].open("w") as out, paths[1].open("w") as err:
+        status = Forked(work, out.fileno(), err.fileno(), directory=ROOT).wait()
+    return Done(status, *(path.read_text(encoding="utf-8") for path in paths))
 
 
 def _without_new_processes() -> None:
-    torch.set_num_threads(1)
+    """In the fork, which is thrown away: nothing is put back."""
     fork: Callable[[str | None], Any] = multiprocessing.get_context
     multiprocessing.get_context = lambda kind=None: fork("forkserver" if kind == "spawn" else kind)  # type: ignore[assignment]
     runs.execute = lambda arguments, cores: (estr(arguments), "")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 
 from estr.cli.main import main
+from estr.compare import driver
 from estr.compare.matching import THRESHOLDS, bisect
 from estr.objectives import recipes
+from forking import Forked, forked_estr
 
 MICRO = """[run]
 steps = 3
@@ -71,9 +76,16 @@ def test_the_band_of_icepop_keeps_its_shape() -> None:
     assert half == pytest.approx({"low": math.sqrt(0.5), "high": math.sqrt(5.0)})
 
 
-@pytest.mark.timeout(600)  # three real runs
+def forked_run(command: list[str], stdout: IO[bytes], env: dict[str, str], **_: Any) -> Forked:
+    """What the driver starts, without the seconds that a new interpreter takes to import torch."""
+    assert command[1:3] == ["-m", "estr"]
+    return forked_estr(command[3:], stdout.fileno(), stdout.fileno(), Path.cwd(), env)
+
+
 def test_a_real_study_matches_what_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    replaced = {**vars(subprocess), "Popen": forked_run}
+    monkeypatch.setattr(driver, "subprocess", SimpleNamespace(**replaced))
     Path("study.toml").write_text(MICRO)
     assert main(["compare", "study.toml", "--output", "out", "--match", "masked_fraction"]) == 0
     result = json.loads(Path("out/compare.json").read_text())

@@ -230,7 +230,7 @@ def test_limits_end_what_breaks_them(world, name, status, reason):
 
 @pytest.mark.parametrize("name", ["recursion", "recursion_in_c"])
 def test_deep_recursion_ends_the_program_alone(world, name):
-    assert world(name)["status"] in ("error", "memory")
+    assert world(name)["status"] in ("error", "memory", "time")  # a slow machine spends its seconds first
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,8 @@ def test_it_works_in_a_process_that_was_forked():
 
 
 TRAINER = """
-import sys, threading
+import signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what is in background without it
 from estr.environments.sandbox import Limits, Sandbox
 mark = sys.argv[1]
 daemon = "import os, time\\nif os.fork() == 0:\\n os.setsid()\\n if os.fork() == 0: time.sleep(100)\\n"

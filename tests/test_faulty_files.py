@@ -66,7 +66,7 @@ def judge(found: dict[str, Any]) -> collections.Counter[str]:
     return outcomes
 
 
-@pytest.mark.parametrize(("scenario", "count"), [("storage", 24), ("run", 2)])
+@pytest.mark.parametrize(("scenario", "count"), [("storage", 12), ("run", 2)])
 def test_some_failing_file_calls_are_reported_or_made_good(
     faultio: Path, tmp_path: Path, scenario: str, count: int
 ) -> None:

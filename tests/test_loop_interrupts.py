@@ -71,13 +71,13 @@ def test_fault_E2_E3_a_run_that_is_killed_then_interrupted_trains_every_group_on
     """kill -9 before there is a checkpoint; resumed from the start; Ctrl-C as a terminal sends it, to all processes;
     resumed to the end. The kills leave no process and no shared memory."""
     config, run = write_config(tmp_path / "run.toml", **ASYNC), tmp_path / "run"
-    with started(tmp_path, "train", config, "--output", run) as command:
+    with started(tmp_path, "train", config, "--output", run, forked=True) as command:
         children, orphans = caught(command, run, 2)
         command.send(signal.SIGKILL)
         command.finish()
         wait_for(lambda: gone(children), "the engine to end with its parent")
     assert list((run / "checkpoints").iterdir()) == []
-    with started(tmp_path, "resume", run) as command:
+    with started(tmp_path, "resume", run, forked=True) as command:
         wait_for(lambda: f"step 0 of {STEPS}" in command.err_path.read_text(), "the run to start again")
         children, shared = caught(command, run, 4)
         assert not any(path.exists() for path in orphans)

@@ -174,13 +174,14 @@ def test_what_a_run_remembers_comes_back(tmp_path: Path, settings: dict[str, Any
     one, two = (load_checkpoint(tmp_path / name / "checkpoints/step-000008") for name in ("straight", "run"))
     weights = [load_file(checkpoint.path / "model.safetensors") for checkpoint in (one, two)]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    assert all(torch.equal(tensor, two.tensors()[name]) for name, tensor in one.tensors().items())
+    kept = two.tensors()
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in one.tensors().items())
 
 
 def test_a_process_of_its_own_that_was_terminated_is_resumed_to_the_same_numbers(straight: Ran, tmp_path: Path) -> None:
     """SIGTERM like SIGINT: a checkpoint, exit status 130; and the numbers do not depend on the process."""
     config, path = write_config(tmp_path / "run.toml", **STALE), tmp_path / "run"
-    with started(tmp_path, "train", config, "--output", path) as command:
+    with started(tmp_path, "train", config, "--output", path, forked=True) as command:
         wait_for(lambda: path.exists() and len(read_metrics(path)) >= 2, "two steps")
         command.send(signal.SIGTERM)
         outcome = command.finish()

@@ -26,6 +26,9 @@ def torture(torturer: Torturer, kills: int, most: int = 6) -> None:
         path = torturer.run(mode, most)
         proof = Proof(path)
         proof.check(counts=torturer.pretended)
+        assert proof.run.report_path.exists(), f"{path} has no report"
+        log = path.with_suffix(".log")
+        assert "the report could not be written" not in log.read_text(), f"a report could not be written, see {log}"
         torturer.tally.facts += proof.facts
         if mode == "lockstep":
             assert proof.weights() == reference.weights(), f"{path}: the final weights differ"

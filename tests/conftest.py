@@ -36,7 +36,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def drawn_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen drawings take two seconds, more than most runs of these tests: elsewhere an empty page stands for them."""
+    """Sixteen drawings take two seconds, more than most runs of tests: elsewhere an empty page stands for them."""
 
     def write_page(paths: Sequence[Path], output: Path) -> Path:
         output.write_text("<title>not drawn</title>")

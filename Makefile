@@ -83,10 +83,10 @@ MINUTES ?= 60
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py --minutes $(MINUTES)
 
-# Ratios against what people would use instead, on a machine with nothing beside them; peers that are not installed are
-# left out and told. Results go to benchmarks/results, the page made from them to docs/performance.md.
+# Ratios against what people would use instead, on a machine with nothing beside them. Results go to benchmarks/results,
+# the page made from them to docs/performance.md.
 BENCHMARKS := generation learner whole_step overlap publication bookkeeping durability objectives
-bench: $(INSTALLED)
+bench: $(INSTALLED) bench-peers
 	for name in $(BENCHMARKS); do \
 		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; \
 	done

@@ -8,7 +8,9 @@ cores for the learner while it trains, all slots busy, and tool waits overlap in
 per optimizer step are taken in the steady state: in sync after the first two steps, in async after the engines have
 filled what the staleness bound allows, and before the last groups have been admitted. The bound is that of perfect
 overlap with the wait that the staleness bound itself imposes (benchmarks/common/bound.py), for the work the async run
-had. Pictures of the last log-normal pair's timelines go to --output.
+had: ``bound`` with the engine's time in that run, beside the learner; ``bound, engine alone`` with what an engine needs
+that has the machine to itself (benchmarks/common/alone.py). Pictures of the last log-normal pair's timelines go to
+--output.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import results, runs
+from benchmarks.common.alone import engine_alone
 from benchmarks.common.bound import bound
 from benchmarks.common.timing import Spread, ratio
 from estr.environments.latency import Latency
@@ -83,7 +86,7 @@ def measure(result: results.Result, setting: Setting, arguments: argparse.Namesp
         staleness=staleness,
     )
     found: dict[str, list[Path]] = {mode: [] for mode in MODES}
-    for _ in range(arguments.repeats if setting.slots == 64 else 1):
+    for _ in range(arguments.repeats):
         for mode in MODES:
             found[mode].append(runs.train(config, folder, schedule__mode=mode, run__steps=steps[mode]))
     times = {
@@ -96,10 +99,16 @@ def measure(result: results.Result, setting: Setting, arguments: argparse.Namesp
             idle = Spread(tuple(runs.mean(path, f"time/{actor}_idle_fraction", *windows[mode]) for path in paths))
             result.measured(f"{setting.title}: {mode}, {actor} idle", idle, "of the time")
     result.ratio(f"{setting.title}: sync / async", ratio(times["sync"], times["async"]), setting.aim)
-    least = [bound(path, setting.latency, GROUPS, GROUP_SIZE, staleness, *windows["async"]) for path in found["async"]]
-    result.measured(f"{setting.title}: bound", Spread(tuple(least)), "s a step")
+    bounds = [bound(path, setting.latency, GROUPS, GROUP_SIZE, staleness, *windows["async"]) for path in found["async"]]
+    least = Spread(tuple(max(found.waiting, found.engines) for found in bounds))
+    result.measured(f"{setting.title}: bound", least, "s a step")
     aim = None if arguments.short else 0.85
-    result.ratio(f"{setting.title}: bound / async", ratio(Spread(tuple(least)), times["async"]), aim)
+    result.ratio(f"{setting.title}: bound / async", ratio(least, times["async"]), aim)
+    batch = GROUPS * GROUP_SIZE
+    alone = [engine_alone(path, (staleness + 1) * batch, batch, arguments.steps) for path in found["async"]]
+    result.measured(f"{setting.title}: engine alone", Spread(tuple(alone)), "s a step")
+    least = Spread(tuple(max(found.waiting, engine) for found, engine in zip(bounds, alone, strict=True)))
+    result.ratio(f"{setting.title}: bound, engine alone / async", ratio(least, times["async"]))
     return {mode: paths[-1] for mode, paths in found.items()}
 
 

@@ -11,9 +11,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import results
-from benchmarks.common.timing import Spread
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
+from benchmarks.common import machine, results
+from benchmarks.common.timing import Spread
+from estr.report.svg import THEMED, new_figure, standalone_svg, style_axes
+
+COST = "cost by tenth of the run"
+PICTURES = {"bookkeeping": ("Cost of a trajectory over the run", lambda result: _costs(result))}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 TITLES = {
     "generation": "Generation",
@@ -44,20 +50,30 @@ def page(folder: Path = results.FOLDER) -> str:
 
 def _aims(found: list[results.Result]) -> Iterator[str]:
     """Every aim in one table, and what stands in the way of those that are missed."""
-    rows = [(result, ratio) for result in found for ratio in result.ratios if ratio.aim is not None]
+    rows = [(result, aimed) for result in found for aimed in _aimed(result)]
     if not rows:
         return
     yield "## Aims\n"
     yield "| benchmark | ratio | aim | reached | |\n|---|---|---|---|---|"
     for result, ratio in rows:
         sign, word = ("≥" if ratio.higher else "≤"), ratio.verdict.rpartition(" ")[2]
-        yield f"| {TITLES[result.name]} | {ratio.name} | {sign} {ratio.aim:g} | {Spread(ratio.values)} | {word} |"
+        yield f"| {TITLES[result.name]} | {ratio.name} | {sign} {ratio.aim:,g} | {Spread(ratio.values)} | {word} |"
     yield ""
     missed = {result.name for result, ratio in rows if ratio.verdict.endswith("missed")}
     reasons = _reasons()
     for name in TITLES:
         if name in missed:
             yield f"**{TITLES[name]}, what stands in the way:** {reasons.get(name, 'not yet known')}\n"
+
+
+def _aimed(result: results.Result) -> list[results.Ratio]:
+    """Ratios with an aim, and the numbers of this machine that have one."""
+    numbers = [
+        results.Ratio(f"{m['name']}, {m['unit']}", tuple(m["values"]), m["aim"], m["higher"])
+        for m in result.measurements
+        if "aim" in m
+    ]
+    return [ratio for ratio in result.ratios if ratio.aim is not None] + numbers
 
 
 def _reasons() -> dict[str, str]:
@@ -71,13 +87,9 @@ def _reasons() -> dict[str, str]:
 
 
 def _section(result: results.Result) -> Iterator[str]:
-    machine = result.machine
     yield f"## {TITLES[result.name]}\n"
     yield (
-        f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} thread(s) a process, torch "
-        f"{machine['torch']}, load {machine['load_before']} before; matrix products {machine['gemm_float32_gflops']} "
-        f"(float32) and {machine['gemm_bfloat16_gflops']} (bfloat16) GFLOP/s, memory {machine['memory_gb_per_s']} "
-        "GB/s. "
+        f"{machine.sentence(result.machine)}. "
         f"{', '.join(f'{k} {v}' for k, v in result.settings.items() if k != 'short')}. {result.seconds:.0f} s.\n"
     )
     if (how := _reasons().get(f"read {result.name}")) is not None:
@@ -87,6 +99,8 @@ def _section(result: results.Result) -> Iterator[str]:
     yield "\n| measured | median (range) | |\n|---|---|---|"
     yield from (f"| {m['name']} | {Spread(tuple(m['values']))} | {m['unit']} |" for m in result.measurements)
     yield ""
+    if result.name in PICTURES:
+        yield f"![{PICTURES[result.name][0]}]({result.name}.svg)\n"
     for loop, shares in result.profile.items():
         yield f"| where the time of the {loop} goes | |\n|---|---|"
         yield from (f"| {part} | {share:.1%} |" for part, share in shares.items())
@@ -102,6 +116,29 @@ def _gpu(found: list[results.Result]) -> Iterator[str]:
         )
 
 
+def pictures(folder: Path = results.FOLDER) -> dict[str, str]:
+    """SVG files beside the page, by the name of the benchmark whose result they show."""
+    found = [results.read(path) for name in PICTURES if (path := folder / f"{name}.json").exists()]
+    return {result.name: standalone_svg(PICTURES[result.name][1](result), result.name) for result in found}
+
+
+def _costs(result: results.Result) -> Figure:
+    """A line for each way of writing down: it is flat where a trajectory costs the same for ever."""
+    figure = new_figure(560, 240)
+    axes = figure.add_subplot()
+    style_axes(axes, THEMED, "part of the run that is done", "µs a trajectory")
+    shown = [m for m in result.measurements if m["name"].endswith(COST)]
+    for index, measurement in enumerate(shown):
+        costs = measurement["values"]
+        done = [100 * (part + 0.5) / len(costs) for part in range(len(costs))]
+        label = measurement["name"].partition(":")[0]
+        axes.plot(done, costs, marker="o", markersize=3, color=THEMED.series(index), label=label)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:g} %"))
+    axes.legend(frameon=False, labelcolor=THEMED["ink"], fontsize=9)
+    return figure
+
+
 def main() -> None:
     wanted = page()
     if sys.argv[1:] == ["--check"]:
@@ -111,6 +148,8 @@ def main() -> None:
         sys.exit("usage: python -m benchmarks.performance_page [--check]")
     else:
         PAGE.write_text(wanted, encoding="utf-8")
+        for name, picture in pictures().items():
+            PAGE.with_name(f"{name}.svg").write_text(picture, encoding="utf-8")
         print(PAGE)
 
 

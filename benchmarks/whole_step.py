@@ -5,8 +5,9 @@
 Same model (builtin:tiny's architecture, random weights, so that completions run to the limit), same prompts, 8 groups
 of 8, up to 64 new tokens, float32, no KL term, library generate in TRL. On one core everybody has one thread and is
 pinned to it; on all cores TRL has a thread for each, sync an engine for each, and async an engine on one core and the
-learner on the other. Runs alternate; a step's time is the mean after the first two. TRL takes part where
-``make bench-peers`` has installed it.
+learner on the other. Runs alternate; a step's time is the mean after the first two, in async in the steady state: after
+the engines have filled what the staleness bound allows, and before the last groups have been admitted. TRL takes part
+where ``make bench-peers`` has installed it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.common.tasks import prompt
 from benchmarks.common.timing import Spread, alternate, ratio
 
 ENVIRONMENT = ".venv-trl"
+STALENESS = 4
 CONFIG = """
 [run]
 steps = {steps}
@@ -40,7 +42,7 @@ max_new_tokens = 64
 max_turns = 1
 slots = 64
 [schedule]
-max_staleness = 4
+max_staleness = {staleness}
 [learner]
 learning_rate = 1e-5
 prompts_per_step = 8
@@ -51,29 +53,33 @@ def contestants(
     result: results.Result, arguments: argparse.Namespace, folder: Path, stack: ExitStack
 ) -> dict[str, Any]:
     model = "builtin:micro" if arguments.short else "builtin:tiny"
-    config = CONFIG.format(steps=arguments.steps, model=model)
     one = {0} if (os.cpu_count() or 1) > 1 else None
     lengths: dict[str, float] = {}
+    steps = {"sync": arguments.steps, "async": arguments.steps + 2 * (STALENESS + 1)}
+    windows = {"sync": (runs.WARM, None), "async": (STALENESS + 2, -STALENESS)}
 
-    def ours(name: str, cores: set[int] | None, **overrides: Any) -> float:
-        run = runs.train(config, folder, cores=cores, **overrides)
-        lengths[name] = runs.mean(run, "tokens/action") / 64
-        return runs.seconds_per_step(run)
+    def ours(name: str, cores: set[int] | None, mode: str, **overrides: Any) -> float:
+        config = CONFIG.format(steps=steps[mode], model=model, staleness=STALENESS)
+        run = runs.train(config, folder, cores=cores, schedule__mode=mode, **overrides)
+        lengths[name] = round(runs.mean(run, "tokens/action", *windows[mode]) / 64, 1)
+        return runs.seconds_per_step(run, *windows[mode])
 
     result.settings["mean_length"] = lengths
     single = {"runtime__engines": 1, "runtime__learner_threads": 1}
+    alone = "one core: estr sync"
     if arguments.short:
-        return {"one core: estr sync": lambda: ours("estr", one, schedule__mode="sync", **single)}
-    found: dict[str, Any] = {
-        "one core: estr sync": lambda: ours("estr", one, schedule__mode="sync", **single),
-        "all cores: estr sync": lambda: ours("estr", None, schedule__mode="sync"),
-        "all cores: estr async": lambda: ours("estr", None, schedule__mode="async"),
-    }
+        return {alone: lambda: ours(alone, one, "sync", **single)}
+    found: dict[str, Any] = {alone: lambda: ours(alone, one, "sync", **single)}
+    for mode in ("sync", "async"):
+        name = f"all cores: estr {mode}"
+        found[name] = lambda name=name, mode=mode: ours(name, None, mode)
     if Peer.installed(ENVIRONMENT):
         path = str(_model(folder))
         for name, threads, cores in (("one core: TRL", 1, one), ("all cores: TRL", os.cpu_count() or 1, None)):
             peer = stack.enter_context(Peer(ENVIRONMENT, "benchmarks.peers.trl_peer", threads, cores))
-            found[name] = lambda peer=peer, threads=threads: _trl(peer, path, arguments.steps, threads, lengths)
+            found[name] = lambda name=name, peer=peer, threads=threads: _trl(
+                name, peer, path, arguments.steps, threads, lengths
+            )
     else:
         result.notes.append("TRL did not take part: not installed (make bench-peers)")
     return found
@@ -91,7 +97,7 @@ def _model(folder: Path) -> Path:
     return resolve_model(config.model, build_task(config))
 
 
-def _trl(peer: Peer, path: str, steps: int, threads: int, lengths: dict[str, float]) -> float:
+def _trl(name: str, peer: Peer, path: str, steps: int, threads: int, lengths: dict[str, float]) -> float:
     prompts = [[{"role": "user", "content": prompt(i)}] for i in range(8 * steps)]
     answer = peer.ask(
         do="train",
@@ -103,7 +109,7 @@ def _trl(peer: Peer, path: str, steps: int, threads: int, lengths: dict[str, flo
         num_generations=8,
         max_completion_length=64,
     )
-    lengths["TRL"] = answer["mean_length"]
+    lengths[name] = round(answer["mean_length"], 1)
     return statistics.mean(answer["seconds"][runs.WARM :])
 
 

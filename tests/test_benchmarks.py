@@ -68,7 +68,7 @@ def test_a_run_of_a_benchmark_that_fails_says_why(tmp_path: Path) -> None:
         ("generation", "one turn: estr / generate"),
         ("learner", "d128: estr / padded loop, tokens/s"),
         ("publication", "1M, 1 engine: stall in decode steps"),
-        ("bookkeeping", "in memory: trajectories a second"),
+        ("bookkeeping", "in memory: cost late / early"),
         ("overlap", "50 ms: bound / async"),
         ("gpu", "generation: estr / generate"),
         ("objectives", "estr / grpo"),
@@ -88,6 +88,7 @@ def test_the_short_form_of_a_benchmark_runs(name: str, ratio: str | None, tmp_pa
         for m in result["measurements"]
         for value in m["values"]
         if not {"idle", "memory"} & set(m["name"].replace(",", "").split())
+        and name != "durability"  # not every kind of write occurs in two steps
     )
     if ratio is not None:
         assert ratio in {r["name"] for r in result["ratios"]}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import runs
@@ -22,10 +23,21 @@ from estr.trajectory import Trajectory
 STEPS = 60  # simulated, of which the first third is left out
 
 
+@dataclass(frozen=True)
+class Bound:
+    """Seconds a step that nobody can be faster than.
+
+    ``waiting``: for trajectories and the learner, with engines that are never busy; ``engines``: their own work.
+    """
+
+    waiting: float
+    engines: float
+
+
 def bound(
     run: Path, latency: Latency, groups: int, group_size: int, staleness: int, first: int, last: int | None
-) -> float:
-    """Seconds a step, for the work that ``run`` had and has measured in its steps ``first`` to ``last``."""
+) -> Bound:
+    """For the work that ``run`` had and has measured in its steps ``first`` to ``last``."""
     durations = _durations(run, latency)
 
     def busy(actor: str) -> float:
@@ -34,7 +46,7 @@ def bound(
 
     learning, engines = busy("learner"), busy("engine")
     waiting = simulate(durations, learning, groups, group_size, staleness)
-    return max(waiting, engines)
+    return Bound(waiting, engines)
 
 
 def simulate(durations: Sequence[float], learning: float, groups: int, group_size: int, staleness: int) -> float:

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
+INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+
 
 def facts(threads: int, *, short: bool = False) -> dict[str, Any]:
     """Names and numbers of this machine; rates are those of ``threads`` threads."""
     torch.set_num_threads(threads)
-    size = 256 if short else 1024
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "processor": processor(),
+        "instructions": instructions(),
         "cores": os.cpu_count() or 1,
         "memory_gib": round(memory, 1),
         "system": f"{platform.system()} {platform.machine()}",
@@ -25,18 +27,32 @@ def facts(threads: int, *, short: bool = False) -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": threads,
         "load_before": round(os.getloadavg()[0], 2),
-        "gemm_float32_gflops": round(gemm_rate(torch.float32, size), 1),
-        "gemm_bfloat16_gflops": round(gemm_rate(torch.bfloat16, size), 1),
-        "memory_gb_per_s": round(memory_bandwidth(2**22 if short else 2**26), 1),
+        **rates(short=short),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
 
 
+def rates(*, short: bool = False) -> dict[str, float]:
+    """How fast the machine multiplies and copies at this moment, with the threads that torch has."""
+    size = 256 if short else 1024
+    return {
+        "gemm_float32_gflops": round(gemm_rate(torch.float32, size), 1),
+        "gemm_bfloat16_gflops": round(gemm_rate(torch.bfloat16, size), 1),
+        "memory_gb_per_s": round(memory_bandwidth(2**22 if short else 2**26), 1),
+    }
+
+
 def sentence(found: dict[str, Any]) -> str:
+    """What it is, and how fast it was before and, where that was measured, after."""
+
+    def rate(name: str) -> str:
+        return f"{found[name]}" + (f" then {found[f'{name}_after']}" if f"{name}_after" in found else "")
+
+    vectors = f" ({found['instructions']})" if "instructions" in found else ""
     return (
-        f"{found['processor']}, {found['cores']} cores, {found['threads']} thread(s) pinned, torch {found['torch']}, "
-        f"load {found['load_before']}; GEMM {found['gemm_float32_gflops']} (float32) and "
-        f"{found['gemm_bfloat16_gflops']} (bfloat16) GFLOP/s, memory {found['memory_gb_per_s']} GB/s"
+        f"{found['processor']}{vectors}, {found['cores']} cores, {found['threads']} thread(s) a process, torch "
+        f"{found['torch']}, load {found['load_before']} before; matrix products {rate('gemm_float32_gflops')} "
+        f"(float32) and {rate('gemm_bfloat16_gflops')} (bfloat16) GFLOP/s, memory {rate('memory_gb_per_s')} GB/s"
     )
 
 
@@ -47,6 +63,16 @@ def processor() -> str:
             return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def instructions() -> str:
+    """The vector instructions that matter to matrix products, as far as the system tells them."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            flags = next(line.split(":")[1].split() for line in file if line.startswith("flags"))
+    except (OSError, StopIteration):
+        return "unknown"
+    return " ".join(flag for flag in INSTRUCTIONS if flag in flags) or "none of those asked for"
 
 
 def gemm_rate(dtype: torch.dtype, size: int) -> float:

@@ -30,10 +30,15 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        if self.aim is None:
-            return ""
-        met = self.median >= self.aim if self.higher else self.median <= self.aim
-        return f"aim {'≥' if self.higher else '≤'} {self.aim:g}: {'met' if met else 'missed'}"
+        return verdict(self.median, self.aim, self.higher)
+
+
+def verdict(median: float, aim: float | None, higher: bool) -> str:
+    """Whether an aim was met, in words; nothing where there is none."""
+    if aim is None:
+        return ""
+    met = median >= aim if higher else median <= aim
+    return f"aim {'≥' if higher else '≤'} {aim:g}: {'met' if met else 'missed'}"
 
 
 @dataclass
@@ -49,8 +54,10 @@ class Result:
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def measured(self, name: str, spread: Spread, unit: str) -> None:
-        self.measurements.append({"name": name, "unit": unit, "values": list(spread.values)})
+    def measured(self, name: str, spread: Spread, unit: str, aim: float | None = None, *, higher: bool = True) -> None:
+        """A number of this machine; ``aim`` only where the aim itself is one of a machine, not a ratio."""
+        found = {"name": name, "unit": unit, "values": list(spread.values)}
+        self.measurements.append(found if aim is None else found | {"aim": aim, "higher": higher})
 
     def ratio(self, name: str, spread: Spread, aim: float | None = None, *, higher: bool = True) -> None:
         assert all(known.name != name for known in self.ratios), f"two ratios are called {name!r}"
@@ -59,8 +66,8 @@ class Result:
     def tables(self) -> str:
         parts = [machine.sentence(self.machine), ", ".join(f"{k} {v}" for k, v in self.settings.items())]
         if self.measurements:
-            rows = [[m["name"], str(Spread(tuple(m["values"]))), m["unit"]] for m in self.measurements]
-            parts.append(columns([["measured", "median (range)", ""], *rows]))
+            rows = [[m["name"], str(Spread(tuple(m["values"]))), m["unit"], _verdict(m)] for m in self.measurements]
+            parts.append(columns([["measured", "median (range)", "", ""], *rows]))
         if self.ratios:
             rows = [[r.name, str(Spread(r.values)), r.verdict] for r in self.ratios]
             parts.append(columns([["ratio", "median (range)", ""], *rows]))
@@ -68,6 +75,11 @@ class Result:
             rows = [[part, f"{share:.1%}"] for part, share in shares.items()]
             parts.append(columns([[f"profile: {loop}", ""], *rows]))
         return "\n\n".join([*parts, *self.notes])
+
+
+def _verdict(measurement: dict[str, Any]) -> str:
+    median = Spread(tuple(measurement["values"])).median
+    return verdict(median, measurement.get("aim"), measurement.get("higher", True))
 
 
 def parser(doc: str | None, *, repeats: int = 5) -> argparse.ArgumentParser:
@@ -89,7 +101,12 @@ def begin(name: str, arguments: argparse.Namespace, **settings: Any) -> Result:
 
 
 def finish(result: Result, path: Path | None) -> None:
-    """Print the tables, and write the file where one is asked for."""
+    """Print the tables, and write the file where one is asked for.
+
+    The machine's rates are taken once more: it may have changed its speed meanwhile.
+    """
+    short = bool(result.settings.get("short"))
+    result.machine |= {f"{name}_after": rate for name, rate in machine.rates(short=short).items()}
     result.seconds = round(result.seconds + time.perf_counter(), 1)
     print(result.tables())
     print(f"\n{result.seconds:.0f} s in all")

@@ -16,12 +16,15 @@ class Rollout:
     advantage: float
 
 
-def rollouts(groups: int, group_size: int, limit: int, vocabulary: int, seed: int = 0) -> list[Rollout]:
-    """Completions end at random after 32 tokens on average, or at ``limit``, as they do early in training."""
+def rollouts(
+    groups: int, group_size: int, limit: int, vocabulary: int, seed: int = 0, *, ragged: bool = True
+) -> list[Rollout]:
+    """Completions end at random after 32 tokens on average, or at ``limit``, as they do early in training; or all have
+    ``limit`` tokens."""
     source = random.Random(seed)
     made = []
     for number, prompt in enumerate(prompts(groups, group_size, vocabulary, seed)):
-        length = min(limit, 1 + int(source.expovariate(1 / 32)))
+        length = min(limit, 1 + int(source.expovariate(1 / 32))) if ragged else limit
         completion = [source.randrange(ENDS, vocabulary) for _ in range(length)]
         made.append(Rollout(number // group_size, prompt, completion, 1.0 if number % 2 else -1.0))
     return made

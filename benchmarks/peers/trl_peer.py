@@ -119,6 +119,7 @@ class Trl:
     def train(self, path: str, prompts: list[Any], steps: int, threads: int, **settings: Any) -> dict[str, Any]:
         """A whole run; seconds of each optimizer step, generation and all, and the mean completion length."""
         clock = Clock()
+        _lengths.clear()
         trainer = self._trainer(path, prompts, {"threads": threads, "max_steps": steps, **settings}, clock)
         trainer.train()
         return {

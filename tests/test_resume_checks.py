@@ -13,11 +13,17 @@ from estr.config.load import dump_config
 from estr.environments.base import Problem
 from estr.errors import RunError, UsageError
 from estr.runtime.fingerprint import FREE, check_fits, fingerprint, package_changes
+from estr.runtime.interrupts import Interrupts
+from estr.runtime.run import Run
+from estr.runtime.setup import prepared
+from estr.storage.checkpoints import latest_checkpoint
 from estr.storage.rollout_files import read_rollouts, retain_rollouts, rollout_files
 from estr.storage.run_directory import RunDirectory
 from estr.storage.run_record import RunRecord
-from loop_helpers import estr, small, stored, write_config
+from forking import forked_engines
+from loop_helpers import Watcher, estr, small, stored, train, write_config
 from loop_tasks import Echo
+from torture.proof import Proof
 
 HALF: dict[str, Any] = {"run": {"steps": 2, "checkpoint_every": 2}}
 
@@ -241,3 +247,32 @@ def test_a_second_process_on_a_run_is_refused(tmp_path: Path, capsys: pytest.Cap
         outcome = estr(capsys, "resume", tmp_path / "run")
     assert outcome.status == 2
     assert outcome.complaint.startswith(f"{tmp_path / 'run'} is in use by process ")
+
+
+def test_a_resume_gives_no_number_a_second_time(tmp_path: Path) -> None:
+    """Groups that were issued after the last checkpoint keep their numbers, and new ones come after them."""
+    settings = small(
+        run={"steps": 6, "checkpoint_every": 2},
+        schedule={"mode": "async", "max_staleness": 2},
+        runtime={"engines": 1},
+    )
+
+    def die(step: int) -> None:
+        if step == 3:
+            raise RuntimeError("killed")
+
+    with forked_engines(), pytest.raises(RuntimeError, match="killed"):
+        train(settings, tmp_path / "run", Watcher(on_step=die))
+    with (
+        forked_engines(),
+        RunDirectory.open(tmp_path / "run", lock=True) as directory,
+        Interrupts() as interrupts,
+    ):
+        checkpoint = latest_checkpoint(directory).checkpoint
+        assert checkpoint is not None
+        with prepared(directory.config(), directory, Watcher(), interrupts, checkpoint) as parts:
+            issued = max(int(name[:8]) for name, *_ in parts.journal._ledger.history()) + 1
+            assert parts.schedule.next_group == issued > parts.position.next_group
+            Run(parts, interrupts).go()
+        RunRecord(directory).end("finished")
+    Proof(tmp_path / "run").check()

@@ -71,7 +71,8 @@ class VllmClient(RequestEngine):
         self._send_again()
 
     async def _update(self, version: int, path: str) -> None:
-        await self._post("/pause?mode=keep")
+        # Without the second one, vLLM computes the keys and values of running requests anew, whatever its page says.
+        await self._post("/pause?mode=keep&clear_cache=false")
         try:
             await self._post("/start_weight_update")
             await self._post("/update_weights", update_info={"version": version, "path": path})

@@ -71,7 +71,7 @@ class VllmClient(RequestEngine):
         self._send_again()
 
     async def _update(self, version: int, path: str) -> None:
-        # Without the second one, vLLM computes the keys and values of running requests anew, whatever its page says.
+        # By default vLLM computes the keys and values of running requests anew, in this mode, too.
         await self._post("/pause?mode=keep&clear_cache=false")
         try:
             await self._post("/start_weight_update")

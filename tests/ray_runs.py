@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from estr.errors import RunError
 from estr.runtime.setup import Parts
 from estr.storage.run_directory import RunDirectory
 from estr.storage.run_record import RunRecord
@@ -171,6 +172,23 @@ class LockstepKill(Ran):
             self.kill(ray.get(engine.actor.hello.remote()).pid)
 
 
+class RankKill(Ran):
+    """The second rank of the learner dies after step 2; what the run says of it is told as a notice."""
+
+    def go(self) -> Told:
+        os.chdir(TESTS)
+        try:
+            train(self._config, self._path, Watcher(self.after), self._take)
+        except RunError as error:
+            self.told.notices.append(str(error))
+        return self.told
+
+    def after(self, step: int) -> None:
+        if step == 2:
+            others: Any = self.parts.learner.ranks._others  # type: ignore[union-attr]
+            self.kill(others.pids[0])
+
+
 class TenKills(Ran):
     """Ten blows at random moments, from another thread: SIGKILL mostly, SIGSTOP now and then."""
 
@@ -249,7 +267,7 @@ def _listeners() -> dict[str, tuple[str, int]]:
 class Nodes:
     """Several nodes of Ray on this machine: a head with room for the learner, others with room for one engine."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, head_cpus: int = 1) -> None:
         token = directory / "token"
         token.write_text("5" * 64)
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
@@ -257,7 +275,7 @@ class Nodes:
         os.environ |= {"RAY_max_direct_call_object_size": "100"}  # bytes; all else goes through the object store
         from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False}
+        head = {"num_cpus": head_cpus, "object_store_memory": STORE, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address: str = self._cluster.address
 
@@ -294,3 +312,28 @@ class Elastic(Ran):
         if step == 5:
             self._nodes.lose(self._first)
             self.until(lambda: len(self.pids) == 1, "the end of the engine on the node that was lost")
+
+
+class RankElsewhere(Ran):
+    """The head has room for nobody: engine and second rank are each on a node of its own."""
+
+    def __init__(self, path: Path, changes: dict[str, dict[str, Any]]) -> None:
+        self._nodes = Nodes(path.parent, head_cpus=0)
+        for _ in range(2):
+            self._nodes.add()
+        super().__init__(path, changes | {"runtime": changes["runtime"] | {"address": self._nodes.address}})
+
+    def go(self) -> Told:
+        try:
+            return super().go()
+        finally:
+            self._nodes.shutdown()
+
+    def after(self, step: int) -> None:
+        if step == 1:
+            import ray
+
+            others: Any = self.parts.learner.ranks._others  # type: ignore[union-attr]
+            nodes = {ray.get_runtime_context().get_node_id(), others._ranks[0].hello.node}
+            self.told.notices.append(f"nodes: {len(nodes)}")
+            self.told.notices += [f"listens: {address}" for address, _ in listening([os.getpid()])[os.getpid()]]

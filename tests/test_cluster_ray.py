@@ -28,13 +28,14 @@ from estr.storage.checkpoints import checkpoint_steps
 from estr.storage.metrics import read_metrics
 from estr.storage.run_directory import RunDirectory
 from estr.transport import Publication
-from loop_helpers import alive, descendants, small, started, train, wait_for, write_config
+from loop_helpers import alive, descendants, metrics_without_clock, small, started, train, wait_for, write_config
 from test_loop_lockstep import STALE
 from torture.proof import Proof
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 pytestmark = pytest.mark.timeout(900)  # Ray and its actors take long to start on a busy machine
 Do = Callable[..., Any]
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,32 @@ def test_lockstep_gives_the_bits_of_the_local_runtime_even_where_an_engine_dies(
 
 
 @needs_ray
+def test_ranks_that_are_actors_learn_what_one_process_does_and_one_that_dies_ends_the_run(
+    do: Do, cluster: ray_runs.Started, tmp_path: Path
+) -> None:
+    changes = {
+        "run": {"steps": 4, "checkpoint_every": 1},
+        "schedule": {"mode": "lockstep", "inter": 1},
+        "learner": {"prompts_per_step": 2, "learning_rate": 0.005},
+    }
+    alone = train(small(**changes), tmp_path / "alone")
+    spread = changes | {
+        "learner": changes["learner"] | {"ranks": 2},
+        "runtime": ray_runs.PATIENT | {"engines": 1},
+    }
+    told = do(ray_runs.run, ray_runs.RankKill, tmp_path / "ray", spread)
+    assert re.match(r"learner-1 \(process \d+\) died: .*`estr resume` goes on", told.notices[-1]), told.notices
+    assert not alive(told.killed[0])
+    assert len(read_metrics(RunDirectory.open(tmp_path / "ray"))) < 4
+    do(ray_runs.resume, tmp_path / "ray")
+    lines, expected = metrics_without_clock(tmp_path / "ray"), metrics_without_clock(alone)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line, other in zip(lines, expected, strict=True):
+        assert line == pytest.approx(other, rel=2e-3, abs=1e-5)
+    Proof(tmp_path / "ray").check()
+
+
+@needs_ray
 @pytest.mark.slow
 def test_a_driver_that_is_killed_takes_its_engines_with_it_and_resume_goes_on(
     do: Do, cluster: ray_runs.Started, tmp_path: Path
@@ -171,8 +198,7 @@ def test_nothing_listens_beyond_loopback_and_whoever_comes_needs_the_token(
     places = ray_runs.listening([cluster.pid, *descendants(cluster.pid)])
     found = {place for ones in places.values() for place in ones}
     assert len(found) >= 4, "the driver, the control store, the node manager and the object manager listen"
-    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-    assert {address for address, _ in found} <= loopback, found
+    assert {address for address, _ in found} <= LOOPBACK, found
     for address in _other_addresses():
         for _, port in found:
             with pytest.raises(OSError), socket.create_connection((address, port), timeout=2):
@@ -239,6 +265,26 @@ def test_engines_follow_the_nodes_of_a_cluster(tmp_path: Path) -> None:
     Proof(tmp_path / "run").check()
     assert told.engines == [1, 1, 2, 2, 2, 1, 1, 1, 1, 1]
     assert any("died" in notice for notice in told.notices)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_rank_on_another_node_learns_what_one_process_does(tmp_path: Path) -> None:
+    changes = {
+        "run": {"steps": 3},
+        "schedule": {"mode": "lockstep", "inter": 1},
+        "learner": {"prompts_per_step": 2, "learning_rate": 0.005},
+    }
+    alone = train(small(**changes), tmp_path / "alone")
+    spread = changes | {"learner": changes["learner"] | {"ranks": 2}, "runtime": ray_runs.PATIENT | {"engines": 1}}
+    with ray_runs.process() as executor:
+        told = executor.submit(ray_runs.run, ray_runs.RankElsewhere, tmp_path / "ray", spread).result(timeout=800)
+    assert "nodes: 2" in told.notices
+    addresses = {notice.removeprefix("listens: ") for notice in told.notices if notice.startswith("listens: ")}
+    assert addresses, "the meeting place listens"
+    assert addresses <= LOOPBACK, addresses
+    for line, other in zip(metrics_without_clock(tmp_path / "ray"), metrics_without_clock(alone), strict=True):
+        assert line == pytest.approx(other, rel=2e-3, abs=1e-5)
 
 
 @needs_ray

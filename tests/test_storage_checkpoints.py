@@ -201,6 +201,20 @@ def killed(action):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_disk_that_is_full_for_the_tokenizer_is_a_sentence(run, model_and_tokenizer):
+    """The library raises a plain Exception."""
+
+    class Full:
+        def save_pretrained(self, directory):
+            model_and_tokenizer[1].backend_tokenizer.save("/dev/full")
+
+    save(run, 1)
+    with pytest.raises(RunError, match=r"cannot write the checkpoint .*step-000002: the disk is full"):
+        save_checkpoint(run, 2, None, Full(), {}, {})
+    assert visible(run) == ["step-000001"]
+
+
 def test_a_file_size_limit_is_a_sentence_and_leaves_nothing(run):
     def save_too_much():
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

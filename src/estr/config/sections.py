@@ -245,6 +245,12 @@ class RuntimeConfig(Section):
     engine_gpus: float = Field(
         0.0, ge=0, le=1_024, description="Ray: GPUs one engine reserves, beside engine_threads CPUs."
     )
+    learner_gpus: float = Field(
+        0.0,
+        ge=0,
+        le=1_024,
+        description="Ray: GPUs one further rank of the learner reserves, beside learner_threads CPUs.",
+    )
     engine_resources: dict[str, float] = Field(
         default_factory=dict, description="Ray: resources of your own that one engine reserves, by name."
     )

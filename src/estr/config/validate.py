@@ -96,7 +96,7 @@ def _check_ray(runtime: RuntimeConfig) -> None:
 def _ray_warnings(runtime: RuntimeConfig) -> list[str]:
     """One line that names keys for Ray that were given and are not used."""
     defaults = RuntimeConfig()
-    keys = ("address", "engine_gpus", "engine_resources", "object_store")
+    keys = ("address", "engine_gpus", "learner_gpus", "engine_resources", "object_store")
     unused = [key for key in keys if getattr(runtime, key) != getattr(defaults, key)]
     where = f'runtime.kind = "{runtime.kind}"'
     if runtime.kind == "ray":

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,15 +26,18 @@ from torch import Tensor
 from estr.config import Config
 from estr.errors import EstrError, RunError
 from estr.runtime.builders import load_policy
-from estr.runtime.group import joined_group
+from estr.runtime.group import Meeting, joined_group
 from estr.runtime.handles import STOP_TIMEOUT, how_it_ended, preload, signals_held
 from estr.runtime.kernel import take_name
 from estr.runtime.messages import Died, Ready
 from estr.runtime.worker import SIGNALS, end_with_learner
 
+if TYPE_CHECKING:
+    from estr.learner.rank import Rank
+
 _PRELOADED = ("estr.runtime.ranks", "estr.learner.rank", "torch.distributed.fsdp", "torch.distributed.device_mesh")
-_LAST_WORDS = 5.0  # seconds that a rank which broke a collective has to say why
-_GO_ON = "`estr resume` goes on from the last checkpoint"
+LAST_WORDS = 5.0  # seconds that a rank which broke a collective has to say why
+GO_ON = "`estr resume` goes on from the last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class RankSpec:
     config: dict[str, Any]
     model_path: str
     reference_path: str | None
-    store: str
+    meeting: Meeting
     threads: int
 
     @property
@@ -78,32 +81,49 @@ def rank_main(spec: RankSpec, connection: Connection) -> None:
 
 
 def _serve(spec: RankSpec, connection: Connection) -> None:
-    from estr.learner.extensions import Extensions
-    from estr.learner.learner import methods, needs_reference
-    from estr.learner.rank import Rank, call
-    from estr.models.load import load_model
+    from estr.learner.rank import call
 
-    torch.set_num_threads(spec.threads)
-    config = Config.model_validate(spec.config)
-    model = load_policy(config, Path(spec.model_path)).model
-    reference = None
-    if spec.reference_path is not None:
-        reference = load_model(spec.reference_path, "float32", config.model.trust_remote_code).model
-    chosen, _ = methods(config, model)
+    host = RankHost(spec)
     send(connection, Ready())
-    with joined_group(Path(spec.store), spec.rank, spec.ranks, config.learner.rank_timeout) as device:
-        rank = Rank(
-            model,
-            config,
-            chosen,
-            Extensions.of(config).controllers,
-            needs_reference=needs_reference(config),
-            reference=reference,
-            device=device,
-        )
+    with host.joined() as rank:
         while (message := connection.recv()) is not None:
             name, arguments = message
             send(connection, call(rank, name, arguments))
+
+
+class RankHost:
+    """A rank in a process of its own, wherever that is: first its model, then the group."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        from estr.models.load import load_model
+
+        torch.set_num_threads(spec.threads)
+        self._spec, self._config = spec, Config.model_validate(spec.config)
+        self._model = load_policy(self._config, Path(spec.model_path)).model
+        self._reference = None
+        if spec.reference_path is not None:
+            trust = self._config.model.trust_remote_code
+            self._reference = load_model(spec.reference_path, "float32", trust).model
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[Rank]:
+        """The rank, as long as it is in the group; waits for the others."""
+        from estr.learner.extensions import Extensions
+        from estr.learner.learner import methods, needs_reference
+        from estr.learner.rank import Rank
+
+        spec, config = self._spec, self._config
+        chosen, _ = methods(config, self._model)
+        with joined_group(spec.meeting, spec.rank, spec.ranks, config.learner.rank_timeout) as device:
+            yield Rank(
+                self._model,
+                config,
+                chosen,
+                Extensions.of(config).controllers,
+                needs_reference=needs_reference(config),
+                reference=self._reference,
+                device=device,
+            )
 
 
 # ---------------------------------------------------------------------- in the process that leads
@@ -129,7 +149,7 @@ class RankProcesses:
         return [rank.receive(self._timeout) for rank in self._ranks]
 
     def explain(self, error: Exception) -> EstrError | None:
-        deadline = time.monotonic() + _LAST_WORDS
+        deadline = time.monotonic() + LAST_WORDS
         while time.monotonic() < deadline:
             for rank in self._ranks:
                 if (reason := rank.last_words()) is not None:
@@ -138,7 +158,7 @@ class RankProcesses:
         if "imed out" in str(error):
             return RunError(
                 f"the ranks of the learner waited {self._timeout:g} s for each other (learner.rank_timeout); one of "
-                f"them hangs, or a micro-batch takes longer than that; {_GO_ON}"
+                f"them hangs, or a micro-batch takes longer than that; {GO_ON}"
             )
         return None
 
@@ -183,7 +203,7 @@ class _Process:
     def receive(self, timeout: float | None) -> Any:
         """What it says next; RunError where it died or says nothing for ``timeout`` seconds."""
         if not wait([self._connection], timeout):
-            raise RunError(f"{self.spec.name} gave no answer for {timeout:g} s (learner.rank_timeout); {_GO_ON}")
+            raise RunError(f"{self.spec.name} gave no answer for {timeout:g} s (learner.rank_timeout); {GO_ON}")
         try:
             message = self._connection.recv()
         except (EOFError, OSError) as error:
@@ -205,7 +225,7 @@ class _Process:
 
     def ending(self) -> str:
         self.process.join(STOP_TIMEOUT)
-        return f"{how_it_ended(self.spec.name, self.process.exitcode)}; {_GO_ON}"
+        return f"{how_it_ended(self.spec.name, self.process.exitcode)}; {GO_ON}"
 
     def end(self, patience: float) -> None:
         self.process.join(patience)
@@ -224,21 +244,28 @@ def rank_processes(
     Raises RunError where one of them cannot start.
     """
     ranks = config.learner.ranks
-    reference_path = None if reference is None else str(reference)
     with tempfile.TemporaryDirectory(prefix="estr-ranks-") as directory:
-        store = Path(directory) / "store"
-        specs = [
-            RankSpec(rank, ranks, config.model_dump(), str(model), reference_path, str(store), threads)
-            for rank in range(1, ranks)
-        ]
+        meeting = Meeting(file=str(Path(directory) / "store"))
+        specs = rank_specs(config, model, reference, meeting, threads=threads)
         preload([*_PRELOADED, *preloaded])
         others = RankProcesses(specs, config.learner.rank_timeout)
         try:
             others.wait_ready()
-            with joined_group(store, 0, ranks, config.learner.rank_timeout) as others.device:
+            with joined_group(meeting, 0, ranks, config.learner.rank_timeout) as others.device:
                 yield others
         finally:
             others.close()
+
+
+def rank_specs(
+    config: Config, model: Path, reference: Path | None, meeting: Meeting, *, threads: int
+) -> list[RankSpec]:
+    """What ranks 1, 2, … need."""
+    ranks, reference_path = config.learner.ranks, None if reference is None else str(reference)
+    return [
+        RankSpec(rank, ranks, config.model_dump(), str(model), reference_path, meeting, threads)
+        for rank in range(1, ranks)
+    ]
 
 
 # ---------------------------------------------------------------------- how messages travel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from estr.models.forward import base_model
 from estr.models.load import LoadedModel, load_model
 from estr.runtime.accounting import Accounting
 from estr.runtime.builders import build_rollout_worker, build_task, canary_tokens, load_policy, think_end
+from estr.runtime.cluster.connection import Cluster
 from estr.runtime.collector import Collector
 from estr.runtime.divergence import Rollbacks
 from estr.runtime.evaluation import Evaluation, Evaluator
@@ -148,10 +149,11 @@ def prepared(
     _check_first_problems(config, task, loaded)
     reference = load_model(base, "float32", config.model.trust_remote_code).model if needs_reference(config) else None
     with ExitStack() as stack:
+        cluster = stack.enter_context(_cluster(config, loaded))
         others = None
         if config.learner.ranks > 1:
             reporter.phase("starting the ranks of the learner")
-            others = stack.enter_context(_other_ranks(config, path, base, loaded))
+            others = stack.enter_context(_other_ranks(config, cluster, path, base, loaded))
         learner = Learner(
             loaded.model, config, reference=reference, think_end=think_end(loaded.tokenizer), others=others
         )
@@ -163,7 +165,7 @@ def prepared(
             stack.callback(writer.close)
         accounting = Accounting(timeline, engine_count(config), offset=position.elapsed)
         reporter.phase("starting the engines")
-        pool = _make_pool(config, task, loaded, learner.weights(), path, position, directory.spool)
+        pool = _make_pool(config, cluster, task, loaded, learner.weights(), path, position, directory.spool)
         stack.callback(pool.close)
         interrupts.immediate = False
         ledger = Ledger(directory)
@@ -265,17 +267,37 @@ def _check_first_problems(config: Config, task: Task, loaded: LoadedModel) -> No
             )
 
 
-def _other_ranks(config: Config, path: Path, base: Path, loaded: LoadedModel) -> AbstractContextManager[Others]:
+def _cluster(config: Config, loaded: LoadedModel) -> AbstractContextManager[Cluster | None]:
+    """The Ray cluster of the run, where it has one."""
+    if config.runtime.kind != "ray":
+        return nullcontext()
+    from estr.runtime.cluster.start import ray_cluster
+
+    return ray_cluster(config, loaded.model.parameters(), **_sizes(config))
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    return {"engines": engine_count(config), "learner_threads": learner_threads(config)}
+
+
+def _other_ranks(
+    config: Config, cluster: Cluster | None, path: Path, base: Path, loaded: LoadedModel
+) -> AbstractContextManager[Others]:
     """The processes of the learner's other ranks, which load the same model."""
+    reference, threads = base if needs_reference(config) else None, learner_threads(config)
+    if cluster is not None:
+        from estr.runtime.cluster.ranks import ray_ranks
+
+        return ray_ranks(cluster, config, path, reference, threads=threads)
     from estr.runtime.ranks import rank_processes
 
-    reference = base if needs_reference(config) else None
     module = type(base_model(loaded.model)).__module__
-    return rank_processes(config, path, reference, threads=learner_threads(config), preloaded=[module])
+    return rank_processes(config, path, reference, threads=threads, preloaded=[module])
 
 
 def _make_pool(
     config: Config,
+    cluster: Cluster | None,
     task: Task,
     loaded: LoadedModel,
     tensors: Mapping[str, Tensor],
@@ -283,11 +305,10 @@ def _make_pool(
     position: Position,
     spool: Path,
 ) -> Pool:
-    if config.runtime.kind == "ray":
+    if cluster is not None:
         from estr.runtime.cluster.start import ray_pool
 
-        sizes = {"engines": engine_count(config), "learner_threads": learner_threads(config)}
-        return ray_pool(config, path, tensors, position.window, **sizes)
+        return ray_pool(cluster, config, path, position.window, **_sizes(config))
     if config.schedule.mode != "lockstep":
         threads, modules = config.runtime.engine_threads, [type(base_model(loaded.model)).__module__]
         return ProcessPool(

@@ -236,8 +236,8 @@ def _writing(target: Path) -> Iterator[None]:
         try:
             yield
         except SafetensorError as error:
-            if number := re.search(r"os error (\d+)", str(error)):
-                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+            if "os error" in str(error):
+                raise
             raise RunError(f"cannot write the checkpoint {target}: {error}") from error
 
 

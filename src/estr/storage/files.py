@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from estr.errors import RunError
+from estr.errors import EstrError, RunError
 
 _ASIDE = re.compile(r"\..+\.(\d+)-[0-9a-f]{8}\.tmp")
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 _CAUSES = {
     errno.ENOSPC: "the disk is full; free some space and resume the run",
     errno.EDQUOT: "the disk quota is used up; free some space and resume the run",
@@ -27,11 +28,22 @@ _CAUSES = {
 
 @contextmanager
 def disk_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an ``OSError`` inside the block into a ``RunError``: ``cannot <action> <path>: <cause>``."""
+    """Turn an ``OSError`` inside the block into a ``RunError``: ``cannot <action> <path>: <cause>``.
+
+    So with what libraries written in Rust raise in its place: any exception whose text ends in ``(os error N)``.
+    """
     try:
         yield
+    except EstrError:
+        raise
     except OSError as error:
         cause = _CAUSES.get(error.errno or 0) or error.strerror or str(error) or type(error).__name__
+        raise RunError(f"cannot {action} {os.fspath(path)}: {cause}") from error
+    except Exception as error:
+        number = _RUST_ERROR.search(str(error))
+        if number is None:
+            raise
+        cause = _CAUSES.get(int(number[1])) or os.strerror(int(number[1]))
         raise RunError(f"cannot {action} {os.fspath(path)}: {cause}") from error
 
 

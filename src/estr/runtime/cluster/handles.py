@@ -106,9 +106,7 @@ class EngineHandle:
         return dataclasses.replace(event, intervals=intervals)
 
     def _ending(self, error: Exception) -> str:
-        where = f" (process {self._hello.pid})" if self._hello is not None else ""
-        detail = str(error).partition("Worker exit detail: ")[2] or str(error).strip().rpartition("\n")[2]
-        return f"{self.spec.name}{where} died: {' '.join(detail.split('. Some common causes')[0].split())}"
+        return actor_ending(self.spec.name, self._hello, error)
 
     @property
     def pid(self) -> int:
@@ -184,6 +182,13 @@ class EngineHandle:
         if self._hello is not None:
             self._calls = self.calls()
             on_node(self._hello.node, self._here, _forget, self.spec.calls_path)
+
+
+def actor_ending(name: str, hello: Hello | None, error: Exception) -> str:
+    """How an actor ended, by what Ray says of it."""
+    where = f" (process {hello.pid})" if hello is not None else ""
+    detail = str(error).partition("Worker exit detail: ")[2] or str(error).strip().rpartition("\n")[2]
+    return f"{name}{where} died: {' '.join(detail.split('. Some common causes')[0].split())}"
 
 
 def _end_process(pid: int) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from estr.config import Config
 from estr.errors import EstrError, RunError
-from estr.runtime.cluster.connection import Cluster
 from estr.runtime.cluster.engine import Home, LockstepActor
 from estr.runtime.cluster.handles import Published
 from estr.runtime.cluster.placement import Reservation, engine_needs
@@ -56,10 +55,8 @@ class _Engine:
 class RayLockstepPool:
     """Actors that each hold the window of versions; see the module's head."""
 
-    def __init__(
-        self, cluster: Cluster, config: Config, model_path: str | Path, *, engines: int, threads: int, window: int
-    ) -> None:
-        self._cluster, self._window, self._attempts = cluster, window, config.schedule.attempts
+    def __init__(self, config: Config, model_path: str | Path, *, engines: int, threads: int, window: int) -> None:
+        self._window, self._attempts = window, config.schedule.attempts
         self._needs = engine_needs(config.runtime, threads)
         self._arguments = (
             config.runtime.start_timeout,
@@ -154,7 +151,6 @@ class RayLockstepPool:
         for engine in self._engines:
             engine.free()
         self._held, self._newest = {}, None
-        self._cluster.close()
 
 
 def _arguments(published: Published) -> tuple[int, Any, NDArray[np.float32]]:

@@ -1,6 +1,6 @@
 """What an engine reserves in a cluster, as a placement group of its own, so that engines can come and go one by one.
 
-An engine of several processes has a bundle for each in its group; ranks of a learner would be the bundles of one group.
+Ranks of a learner are the bundles of one group; an engine of several processes would have a bundle for each in its own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ def engine_needs(runtime: RuntimeConfig, threads: int) -> dict[str, float]:
     return needs | ({"GPU": runtime.engine_gpus} if runtime.engine_gpus else {})
 
 
+def rank_needs(runtime: RuntimeConfig, threads: int) -> dict[str, float]:
+    """Resources of one rank of the learner by Ray's names."""
+    return {"CPU": float(threads)} | ({"GPU": runtime.learner_gpus} if runtime.learner_gpus else {})
+
+
 class Reservation:
     """Room for the bundles ``needs``, close together; there is none until ``wait`` says so."""
 
@@ -37,10 +42,10 @@ class Reservation:
         """Whether the room is there; waits for it."""
         return bool(self._group.wait(seconds))
 
-    def require(self, seconds: float) -> None:
-        """Wait for the room; RunError where it does not come in time."""
+    def require(self, seconds: float, what: str = "engine") -> None:
+        """Wait for the room of a ``what``; RunError where it does not come in time."""
         if not self.wait(seconds):
-            raise no_room(self._needs[0], seconds)
+            raise no_room(self._needs[0], seconds, what)
 
     def options(self, bundle: int = 0) -> dict[str, Any]:
         """Options of an actor that takes the whole of a bundle."""
@@ -54,10 +59,10 @@ class Reservation:
             remove_placement_group(self._group)
 
 
-def no_room(needs: Mapping[str, float], seconds: float) -> RunError:
-    """What is said when an engine waited ``seconds`` for room."""
+def no_room(needs: Mapping[str, float], seconds: float, what: str = "engine") -> RunError:
+    """What is said when a ``what`` waited ``seconds`` for room."""
     return RunError(
-        f"no engine could be placed within {seconds:g} s (runtime.start_timeout): one needs {_shown(needs)}, the "
+        f"no {what} could be placed within {seconds:g} s (runtime.start_timeout): one needs {_shown(needs)}, the "
         f"cluster has {_shown(ray.available_resources())} free"
     )
 

@@ -186,4 +186,3 @@ class RayPool(Supervision[EngineHandle]):
         self._latest = None
         if self._learner is not None:
             self._learner.free()
-        self._cluster.close()

@@ -1,8 +1,9 @@
-"""The pool of a run under Ray, with the cluster it stands on."""
+"""The cluster of a run under Ray, and the pool of engines in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -14,65 +15,85 @@ from estr.runtime.pools import Pool
 _SPARE_STORE = 1 << 28  # bytes beside the weights, for trajectories on their way
 
 
-def ray_pool(
-    config: Config,
-    model_path: Path,
-    weights: Mapping[str, Tensor],
-    older: dict[int, dict[str, Tensor]],
-    *,
-    engines: int,
-    learner_threads: int,
-) -> Pool:
-    """Engines under Ray, ready to work; closing the pool also leaves the cluster, or ends it where it was started here.
+@contextlib.contextmanager
+def ray_cluster(config: Config, weights: Iterable[Tensor], *, engines: int, learner_threads: int) -> Iterator[Cluster]:
+    """The cluster of a run: joined and left again, or started on this machine and ended.
 
-    ``older`` are versions that a resumed lockstep run still samples from.
+    One that is started has room for the engines, for the learner's further ranks, and for the ``weights`` of some
+    versions.
 
     Raises:
         MissingExtraError: Ray is not installed.
         UsageError: the cluster that is to be joined cannot be.
-        RunError: no cluster could be started, or no engine.
+        RunError: no cluster could be started.
     """
-    lockstep = config.schedule.mode == "lockstep"
-    threads = learner_threads if lockstep else config.runtime.engine_threads
-    window = config.schedule.inter + config.schedule.intra + config.learner.minibatches * config.learner.epochs
-    size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    runtime, lockstep = config.runtime, config.schedule.mode == "lockstep"
+    threads, further = _engine_threads(config, learner_threads), config.learner.ranks - 1
+    size = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     cluster = connect(
-        config.runtime.address,
-        cpus=float(max(1, engines * threads)),
-        gpus=None if config.runtime.engine_gpus else 0,
-        resources={name: amount * engines for name, amount in config.runtime.engine_resources.items()},
-        store=int(config.runtime.object_store * 2**30) or _SPARE_STORE + size * (window + 3 if lockstep else 4),
+        runtime.address,
+        cpus=float(max(1, engines * threads + further * learner_threads)),
+        gpus=None if runtime.engine_gpus or runtime.learner_gpus else 0,
+        resources={name: amount * engines for name, amount in runtime.engine_resources.items()},
+        store=int(runtime.object_store * 2**30) or _SPARE_STORE + size * (_window(config) + 3 if lockstep else 4),
     )
     try:
-        from estr.runtime.cluster.placement import check_possible, engine_needs
-
-        if cluster.owned:
-            check_possible(engine_needs(config.runtime, threads))
-        if lockstep:
-            return _lockstep(cluster, config, model_path, older, engines=engines, threads=threads, window=window)
-        from estr.runtime.cluster.pool import RayPool
-
-        follow = not cluster.owned and not config.runtime.engines
-        cores = learner_threads * config.learner.ranks
-        return RayPool(cluster, config, model_path, engines=0 if follow else engines, learner_threads=cores)
-    except BaseException:
+        yield cluster
+    finally:
         cluster.close()
-        raise
 
 
-def _lockstep(
+def ray_pool(
     cluster: Cluster,
     config: Config,
     model_path: Path,
     older: dict[int, dict[str, Tensor]],
     *,
     engines: int,
+    learner_threads: int,
+) -> Pool:
+    """Engines under Ray, ready to work.
+
+    ``older`` are versions that a resumed lockstep run still samples from.
+
+    Raises:
+        UsageError: this machine has not what one engine needs.
+        RunError: no engine could be placed or started.
+    """
+    from estr.runtime.cluster.placement import check_possible, engine_needs
+
+    threads = _engine_threads(config, learner_threads)
+    if cluster.owned:
+        check_possible(engine_needs(config.runtime, threads))
+    if config.schedule.mode == "lockstep":
+        return _lockstep(config, model_path, older, engines=engines, threads=threads)
+    from estr.runtime.cluster.pool import RayPool
+
+    follow = not cluster.owned and not config.runtime.engines
+    return RayPool(cluster, config, model_path, engines=0 if follow else engines, learner_threads=learner_threads)
+
+
+def _engine_threads(config: Config, learner_threads: int) -> int:
+    """In lockstep engines and learner take turns."""
+    return learner_threads if config.schedule.mode == "lockstep" else config.runtime.engine_threads
+
+
+def _window(config: Config) -> int:
+    """Versions that a lockstep run samples from."""
+    return config.schedule.inter + config.schedule.intra + config.learner.minibatches * config.learner.epochs
+
+
+def _lockstep(
+    config: Config,
+    model_path: Path,
+    older: dict[int, dict[str, Tensor]],
+    *,
+    engines: int,
     threads: int,
-    window: int,
 ) -> Pool:
     from estr.runtime.cluster.lockstep import RayLockstepPool
 
-    pool = RayLockstepPool(cluster, config, model_path, engines=engines, threads=threads, window=window)
+    pool = RayLockstepPool(config, model_path, engines=engines, threads=threads, window=_window(config))
     for version, tensors in older.items():
         pool.restore(version, tensors)
     return pool

@@ -41,6 +41,7 @@ class VllmClient(RequestEngine):
         self._arrived: queue.SimpleQueue[tuple[str, list[SampledToken] | str]] = queue.SimpleQueue()
         self._tasks: dict[str, Future[None]] = {}
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True)
         self._thread.start()
         self._client: httpx.AsyncClient = self._wait(self._connect())
@@ -198,6 +199,13 @@ class VllmClient(RequestEngine):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
         self._server.close()
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What asyncio says of failed callbacks, but for reads from the socket that were cancelled while data came: the
+    HTTP client's library gives them a result nevertheless."""
+    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+        loop.default_exception_handler(context)
 
 
 def positions(

@@ -59,6 +59,20 @@ def test_the_first_signal_is_answered_at_once_and_the_second_obeyed(capfd: Any) 
             signal.raise_signal(signal.SIGTERM)
 
 
+def test_a_closed_terminal_asks_for_a_checkpoint_unless_the_run_was_told_to_ignore_it() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with Interrupts() as interrupts:
+            signal.raise_signal(signal.SIGHUP)
+            assert interrupts.asked
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        with Interrupts() as interrupts:
+            signal.raise_signal(signal.SIGHUP)
+            assert not interrupts.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("at", [2, 3], ids=["amid the run", "at its end"])
 def test_an_interrupted_evaluation_is_made_up_for(tmp_path: Path, at: int) -> None:
     """It stops between two decode steps, the step that it belongs to is kept, and the resume gives the same run."""

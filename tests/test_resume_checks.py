@@ -249,20 +249,43 @@ def test_a_second_process_on_a_run_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert outcome.complaint.startswith(f"{tmp_path / 'run'} is in use by process ")
 
 
-def test_a_resume_gives_no_number_a_second_time(tmp_path: Path) -> None:
-    """Groups that were issued after the last checkpoint keep their numbers, and new ones come after them."""
-    settings = small(
-        run={"steps": 6, "checkpoint_every": 2},
-        schedule={"mode": "async", "max_staleness": 2},
-        runtime={"engines": 1},
-    )
+ASYNC: dict[str, Any] = {
+    "run": {"steps": 6, "checkpoint_every": 2},
+    "schedule": {"mode": "async", "max_staleness": 2},
+    "runtime": {"engines": 1},
+}
+
+
+def killed_after_step_3(path: Path) -> None:
+    """An asynchronous run with a checkpoint of step 2 and groups in flight."""
 
     def die(step: int) -> None:
         if step == 3:
             raise RuntimeError("killed")
 
     with forked_engines(), pytest.raises(RuntimeError, match="killed"):
-        train(settings, tmp_path / "run", Watcher(on_step=die))
+        train(small(**ASYNC), path, Watcher(on_step=die))
+
+
+def test_changes_that_are_refused_in_the_end_are_not_what_the_run_was_started_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed_after_step_3(tmp_path / "run")
+    config = tmp_path / "run" / "config.toml"
+    before = config.read_text()
+    config.write_text(before.replace("group_size = 2", "group_size = 4"))
+    with forked_engines():
+        refused = estr(capsys, "resume", tmp_path / "run", "--accept-changes")
+        assert refused.status == 1
+        assert "were the task or rollout.group_size changed?" in refused.complaint
+        config.write_text(before)
+        assert estr(capsys, "resume", tmp_path / "run").status == 0
+    Proof(tmp_path / "run").check()
+
+
+def test_a_resume_gives_no_number_a_second_time(tmp_path: Path) -> None:
+    """Groups that were issued after the last checkpoint keep their numbers, and new ones come after them."""
+    killed_after_step_3(tmp_path / "run")
     with (
         forked_engines(),
         RunDirectory.open(tmp_path / "run", lock=True) as directory,

@@ -642,3 +642,35 @@ def test_issuing_a_group_again_with_other_numbers_is_refused(ledger):
     with pytest.raises(RunError, match="has group 0 as 2 trajectories"):
         ledger.issue_group(0, [(1, 0, 12)], group_size=SIZE + 1, task_id="task-0")
     assert ledger.history() == [("00000000-000", "issued", None, None)]
+
+
+def test_the_ledger_of_another_run_is_refused_and_nothing_changes(tmp_path):
+    """Two ledgers of the same history: only the number that each has of its own tells them apart."""
+
+    def filled(name):
+        made_here = Ledger(tmp_path / name)
+        train_group(made_here, 0, 1)
+        return made_here
+
+    one, other = filled("one.sqlite"), filled("other.sqlite")
+    position = one.position()
+    assert {**other.position(), "ledger": position["ledger"]} == position
+    refused(other, lambda: other.rewind_to(1, position), "is not the one that the checkpoint of step 1")
+    assert one.rewind_to(1, position).finished_again == []
+    del position["ledger"]  # as older versions wrote it
+    assert other.rewind_to(1, position).finished_again == []
+
+
+def test_bits_that_make_a_row_what_it_must_not_be_are_found(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        issue_group(ledger, 0)
+        ledger.check_whole()
+    with sqlite3.connect(path) as raw:
+        raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    raw.close()
+    content = path.read_bytes()
+    at = content.index(b"issued", content.index(b"00000000-000"))  # of the row, not of the tables' definitions
+    path.write_bytes(content[:at] + b"iswued" + content[at + 6 :])
+    with Ledger(path) as ledger, pytest.raises(RunError, match=r"is damaged \(CHECK constraint failed.*from a copy"):
+        ledger.check_whole()

@@ -146,7 +146,16 @@ def test_a_directory_that_holds_one_twice_is_refused(tmp_path):
     for step in (1, 2):
         pq.write_table(to_table(rows(step=step)), tmp_path / f"step-{step:06d}.parquet")
     with pytest.raises(RunError, match="stands twice"):
-        RolloutWriter(tmp_path)
+        RolloutWriter(tmp_path).withdraw_after(2)
+
+
+def test_a_damaged_file_that_a_resume_withdraws_is_no_hindrance_and_another_is_told(tmp_path):
+    RolloutWriter(tmp_path).write(1, rows(step=1))
+    (tmp_path / "step-000002.parquet").write_bytes(b"PAR1junk")
+    assert RolloutWriter(tmp_path).withdraw_after(1) == 1
+    (tmp_path / "step-000001.parquet").write_bytes(b"PAR1junk")
+    with pytest.raises(UsageError, match=r"step-000001.parquet cannot be read as Parquet: .*; move it away"):
+        RolloutWriter(tmp_path).withdraw_after(1)
 
 
 def test_rows_of_another_step_are_refused(tmp_path):

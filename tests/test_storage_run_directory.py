@@ -72,6 +72,15 @@ def test_second_process_is_refused_and_reading_is_not(tmp_path):
     assert run_python(code, str(run.path)).stdout == ""
 
 
+def test_a_lock_file_that_is_removed_lets_nobody_in(tmp_path):
+    with RunDirectory.create(tmp_path / "run", Config()) as run:
+        run.lock_path.unlink()
+        assert RunDirectory.open(run.path).in_use
+        with pytest.raises(UsageError, match="is in use by another process"):
+            RunDirectory.open(run.path, lock=True)
+    RunDirectory.open(run.path, lock=True).close()
+
+
 def test_a_killed_process_keeps_no_lock(tmp_path):
     RunDirectory.create(tmp_path / "run", Config()).close()
     code = """

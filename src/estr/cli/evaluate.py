@@ -47,7 +47,10 @@ def _configured(model: str, sets: list[str]) -> tuple[Config, Path | None, str]:
         for notice in [*notices, *latest.notices]:
             print(f"note: {notice}", file=sys.stderr)
         if latest.checkpoint is None:
-            raise UsageError(f"{model} has no checkpoint yet, so there is nothing to score; train it further")
+            raise UsageError(
+                f"{model} has no {'whole checkpoint' if latest.notices else 'checkpoint yet'}, so there is nothing to "
+                "score; train it further"
+            )
         return config, latest.checkpoint.path, f"{model}, step {latest.checkpoint.step}"
     config, notices = load_config(None, [f"model.path={json.dumps(model)}", *sets])
     for notice in notices:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks for a checkpoint and a stop, the second stops at once."""
+"""SIGINT, SIGTERM and SIGHUP: the first asks for a checkpoint and a stop, the second stops at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from estr.errors import EstrError, StopNow
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(EstrError):  # noqa: N818
@@ -51,7 +51,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            heeded = [number for number in _SIGNALS if number != signal.SIGHUP or _not_ignored(number)]
+            self._previous = {number: signal.signal(number, self._handle) for number in heeded}
         return self
 
     def __exit__(
@@ -60,3 +61,8 @@ class Interrupts:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+
+def _not_ignored(number: signal.Signals) -> bool:
+    """Under nohup a run goes on when its terminal is closed."""
+    return signal.getsignal(number) is not signal.SIG_IGN

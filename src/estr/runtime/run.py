@@ -81,6 +81,7 @@ class Run:
         with parts.accounting.learner("wait", version):
             groups = parts.collector.next_batch(version)
         parts.collecting = None
+        parts.accept()
         return groups
 
     def _train_batch(self, groups: Sequence[Group]) -> None:

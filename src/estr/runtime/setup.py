@@ -92,6 +92,7 @@ class Parts:
     trackers: list[Tracker]
     canary_tokens: list[int]
     rollbacks: Rollbacks
+    accept: Callable[[], None]  # write down what has changed since the run was started: nothing refuses it any more
     published: int = -1
     collecting: int | None = None  # while a rollout batch is waited for: the first group admitted since the last one
 
@@ -142,7 +143,7 @@ def prepared(
     task = build_task(config)
     reporter.phase("loading the model")
     base = resolve_model(config.model, task, progress=_warmup_progress(reporter, interrupts))
-    _begin(directory, task, base, reporter, accept_changes)
+    record = _Beginning(directory, task, base, reporter, accept_changes)
     path = base if checkpoint is None or config.model.lora_rank else checkpoint.path
     loaded = load_policy(config, path)
     loaded.model.load_state_dict(position.adapters, strict=False)
@@ -170,6 +171,7 @@ def prepared(
         interrupts.immediate = False
         ledger = Ledger(directory)
         stack.callback(ledger.close)
+        ledger.check_whole()
         rollouts.after_store = ledger.move_log
         journal = RunJournal(config, ledger, rollouts, position.step)
         journal.dropped_groups = position.dropped_groups
@@ -220,19 +222,30 @@ def prepared(
             trackers=make_trackers(config.run.trackers, directory.path, stack),
             canary_tokens=_canary(loaded),
             rollbacks=Rollbacks(directory, config),
+            accept=record.accept,
         )
 
 
-def _begin(directory: RunDirectory, task: Task, base: Path, reporter: Reporter, accept_changes: bool) -> None:
-    """Write down what the run is started with, or check that it is still the same."""
-    record = RunRecord(directory)
-    found = fingerprint(directory.config(), task, base)
-    if record.fingerprint is not None:
-        if not accept_changes:
-            check_fits(found, record.fingerprint, directory.path)
-        if changed := package_changes(found, record.fingerprint):
-            reporter.notice(f"the run was started with other versions, bits may differ: {', '.join(changed)}")
-    record.begin(found)
+class _Beginning:
+    """Writes down what the run is started with, or checks that it is still the same; what has changed is written down
+    only by ``accept``, when nothing refuses it any more."""
+
+    def __init__(
+        self, directory: RunDirectory, task: Task, base: Path, reporter: Reporter, accept_changes: bool
+    ) -> None:
+        self._record = RunRecord(directory)
+        self._found = fingerprint(directory.config(), task, base)
+        known = self._record.fingerprint
+        if known is not None:
+            if not accept_changes:
+                check_fits(self._found, known, directory.path)
+            if changed := package_changes(self._found, known):
+                reporter.notice(f"the run was started with other versions, bits may differ: {', '.join(changed)}")
+        self._record.begin(self._found if known is None else known)
+
+    def accept(self) -> None:
+        if self._record.fingerprint != self._found:
+            self._record.begin(self._found)
 
 
 def _minibatches(config: Config) -> dict[int, int]:

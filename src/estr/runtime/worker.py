@@ -26,7 +26,7 @@ from estr.runtime.messages import Activity, Alive, Died, Event, Interval, Job, R
 if TYPE_CHECKING:
     from estr.engines.interface import EngineCounters
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent alone decides what they mean, wherever they were sent
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent alone decides what they mean
 _REPORT_EVERY = 0.2  # seconds between activity reports
 _ALIVE_EVERY = 1.0  # seconds of silence after which a worker says that it lives
 _JOIN_GAP = 0.005  # seconds; shorter pauses do not break an interval of the timeline

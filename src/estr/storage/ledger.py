@@ -310,8 +310,9 @@ class Ledger(LedgerDatabase):
     # ------------------------------------------------------------------ checkpoints
 
     def position(self) -> dict[str, int]:
-        """Where the ledger stands, to be stored in the checkpoint and given back to ``rewind_to``."""
-        return {"next_group": self.next_group, "trained": self._one("SELECT value FROM meta WHERE key = 'trained'")}
+        """Where the ledger stands and which one it is: stored in the checkpoint, given back to ``rewind_to``."""
+        trained = self._one("SELECT value FROM meta WHERE key = 'trained'")
+        return {"next_group": self.next_group, "trained": trained, "ledger": self._identity()}
 
     def commit(self, step: int, *, prune_through: int | None = None) -> None:
         """Called when the checkpoint of ``step`` is whole: let go of what was settled up to ``prune_through``.
@@ -321,7 +322,9 @@ class Ledger(LedgerDatabase):
         """
         oldest = step if prune_through is None else min(prune_through, step)
         with self.batch():
-            self._run("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", step, *self.position().values())
+            position = self.position()
+            about = step, position["next_group"], position["trained"]
+            self._run("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", *about)
             self._run(
                 "UPDATE meta SET value = MAX(CAST(value AS INTEGER), ?) WHERE key = 'pruned_through'", max(oldest, 0)
             )
@@ -346,6 +349,7 @@ class Ledger(LedgerDatabase):
         """
         with self.batch():
             self._check_there(step, position)
+            self._check_identity(step, position)
             self._check_reachable(step)
             after = "state = ? AND step > ? ORDER BY key"
             again = [name for (name,) in self._run(f"SELECT id FROM trajectories WHERE {after}", "trained", step)]
@@ -420,6 +424,17 @@ class Ledger(LedgerDatabase):
                 f"the ledger {self.path} is empty, but up to step {step} {position['next_group']} groups were issued: "
                 "it was removed or emptied. Put it back from a copy, or start a new run with model.path = that "
                 "checkpoint"
+            )
+
+    def _identity(self) -> int:
+        """A number that no other ledger has; 0 where a version of estr without them made it."""
+        return self._one("SELECT COALESCE(MAX(CAST(value AS INTEGER)), 0) FROM meta WHERE key = 'identity'")
+
+    def _check_identity(self, step: int, position: dict[str, int] | None) -> None:
+        if position is not None and position.get("ledger", self._identity()) != self._identity():
+            raise RunError(
+                f"the ledger {self.path} is not the one that the checkpoint of step {step} was written beside: one of "
+                "them was copied from another run. Put the run's own back"
             )
 
     def _check_reachable(self, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -90,6 +91,13 @@ class LedgerDatabase:
                 self._connection.execute(f"PRAGMA wal_autocheckpoint = {_LONG_LOG}")
                 self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
+    def check_whole(self) -> None:
+        """Read all of it: RunError where bits have changed that can be told by their structure, or a row holds what no
+        row may."""
+        (said,) = self._query("PRAGMA quick_check(1)")[0]
+        if said != "ok":
+            raise RunError(f"the ledger {self.path} is damaged ({said}): put it back from a copy")
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -108,7 +116,8 @@ class LedgerDatabase:
             self._connection.execute(pragma)
         if not self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
             self._connection.executescript(
-                f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO meta VALUES ('format', '{FORMAT}'); COMMIT;"
+                f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO meta VALUES ('format', '{FORMAT}'), "
+                f"('identity', '{1 + secrets.randbits(60)}'); COMMIT;"
             )
         (found,) = self._connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone() or (None,)
         if found != FORMAT:

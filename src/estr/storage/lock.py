@@ -19,12 +19,14 @@ _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 class FileLock:
     """``flock`` on ``path``, taken by ``acquire`` and kept until ``release`` or the end of the process.
 
-    The descriptor is close-on-exec, and a forked child closes its copy, so that no child keeps the lock.
+    The descriptors are close-on-exec, and a forked child closes its copies, so that no child keeps the lock. The file's
+    directory is locked as well, where its file system can: the file may be removed under a process that works on.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
+        self._directory: int | None = None
 
     @property
     def held(self) -> bool:
@@ -43,11 +45,13 @@ class FileLock:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 _lock_patiently(descriptor)
+                self._directory = _locked_directory(self.path.parent)
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
             except OSError as error:
                 holder = _read_holder(descriptor)
                 os.close(descriptor)
+                self._close_directory()
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     raise UsageError(
                         f"{self.path.parent} is in use by {holder}; wait for it to end, or stop it"
@@ -60,11 +64,21 @@ class FileLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+            self._close_directory()
         _held.discard(self)
+
+    def _close_directory(self) -> None:
+        if self._directory is not None:
+            os.close(self._directory)
+            self._directory = None
 
 
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock of ``path``; False where there is no such file or it cannot be read."""
+    return _is_locked(path) or _is_locked(path.parent)
+
+
+def _is_locked(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -76,6 +90,19 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def _locked_directory(path: Path) -> int | None:
+    """A descriptor that holds the lock of a directory; None where its file system has none for directories."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _lock_patiently(descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno == errno.EWOULDBLOCK:
+            raise
+        return None
+    return descriptor
 
 
 def _lock_patiently(descriptor: int) -> None:

@@ -36,7 +36,7 @@ class RolloutWriter:
         with disk_errors("write to", self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.directory)
-        self._ids = _stored_ids(self.directory)
+        self._known: set[str] | None = None
         self._worker = _Worker(self._store) if background else None
         self.after_store: Callable[[], None] = lambda: None
 
@@ -71,8 +71,15 @@ class RolloutWriter:
             for path in withdrawn:
                 path.unlink()
             sync_directory(self.directory)
-        self._ids = _stored_ids(self.directory)
+        self._known = _stored_ids(self.directory)
         return len(withdrawn)
+
+    @property
+    def _ids(self) -> set[str]:
+        """Ids of the rows that are stored; read only when files that a resume withdraws are gone."""
+        if self._known is None:
+            self._known = _stored_ids(self.directory)
+        return self._known
 
     def flush(self) -> None:
         """Wait until everything written so far is on disk."""
@@ -93,7 +100,7 @@ class RolloutWriter:
             if state == "trained" and trained != step:
                 raise ValueError(f"{name} was trained in step {trained}, not in step {step}")
             fresh.add(name)
-        self._ids |= fresh
+        self._ids.update(fresh)
 
     def _submit(self, step: int, suffix: str, entries: list[Row | Settled]) -> None:
         if self._worker is not None:
@@ -112,7 +119,7 @@ class RolloutWriter:
                 write_atomic(path, buffer.getvalue())
         except RunError:
             path.unlink(missing_ok=True)  # where only the directory could not be synced
-            self._ids -= {row["trajectory_id"] for row in rows}
+            self._ids.difference_update(row["trajectory_id"] for row in rows)
             raise
         self.after_store()
 
@@ -198,11 +205,16 @@ def _first_line(error: Exception) -> str:
 def _stored_ids(directory: Path) -> set[str]:
     ids: set[str] = set()
     for path in rollout_files(directory):
-        found = _read(path, ["trajectory_id"]).column("trajectory_id").to_pylist()
+        try:
+            found = _read(path, ["trajectory_id"]).column("trajectory_id").to_pylist()
+        except UsageError as error:
+            raise UsageError(f"{error}; move it away to go on without the rows it holds") from error
         repeated = next((name for name in found if name in ids), None)
         if repeated is not None or len(set(found)) < len(found):
             name = repeated or next(name for name in found if found.count(name) > 1)
-            raise RunError(f"the trajectory {name} stands twice in {directory} (second time in {path.name})")
+            raise RunError(
+                f"the trajectory {name} stands twice in {directory}, the second time in {path.name}: move that away"
+            )
         ids.update(found)
     return ids
 

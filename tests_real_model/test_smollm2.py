@@ -112,7 +112,7 @@ def test_engine_and_learner_agree_on_the_weights_they_share(rows: list[Stored]) 
 def test_the_checkpoint_loads_in_plain_transformers_and_has_moved(smollm2: Path, run: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    checkpoint = latest_checkpoint(RunDirectory.open(run))
+    checkpoint = latest_checkpoint(RunDirectory.open(run)).checkpoint
     assert checkpoint is not None
     trained, before = (AutoModelForCausalLM.from_pretrained(path) for path in (checkpoint.path, smollm2))
     moved = max((a - b).abs().max().item() for a, b in zip(trained.parameters(), before.parameters(), strict=True))

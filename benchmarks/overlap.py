@@ -9,8 +9,8 @@ per optimizer step are taken in the steady state: in sync after the first two st
 filled what the staleness bound allows, and before the last groups have been admitted. The bound is that of perfect
 overlap with the wait that the staleness bound itself imposes (benchmarks/common/bound.py), for the work the async run
 had: ``bound`` with the engine's time in that run, beside the learner; ``bound, engine alone`` with what an engine needs
-that has the machine to itself (benchmarks/common/alone.py). Pictures of the last log-normal pair's timelines go to
---output.
+that has the machine to itself (benchmarks/common/alone.py), the wait as before. Pictures of the last log-normal pair's
+timelines go to --output.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ def measure(result: results.Result, setting: Setting, arguments: argparse.Namesp
             result.measured(f"{setting.title}: {mode}, {actor} idle", idle, "of the time")
     result.ratio(f"{setting.title}: sync / async", ratio(times["sync"], times["async"]), setting.aim)
     bounds = [bound(path, setting.latency, GROUPS, GROUP_SIZE, staleness, *windows["async"]) for path in found["async"]]
-    least = Spread(tuple(max(found.waiting, found.engines) for found in bounds))
+    least = Spread(tuple(max(one.waiting, one.engines) for one in bounds))
     result.measured(f"{setting.title}: bound", least, "s a step")
     aim = None if arguments.short else 0.85
     result.ratio(f"{setting.title}: bound / async", ratio(least, times["async"]), aim)
     batch = GROUPS * GROUP_SIZE
     alone = [engine_alone(path, (staleness + 1) * batch, batch, arguments.steps) for path in found["async"]]
     result.measured(f"{setting.title}: engine alone", Spread(tuple(alone)), "s a step")
-    least = Spread(tuple(max(found.waiting, engine) for found, engine in zip(bounds, alone, strict=True)))
+    least = Spread(tuple(max(one.waiting, engine) for one, engine in zip(bounds, alone, strict=True)))
     result.ratio(f"{setting.title}: bound, engine alone / async", ratio(least, times["async"]))
     return {mode: paths[-1] for mode, paths in found.items()}
 

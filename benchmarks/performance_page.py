@@ -142,7 +142,8 @@ def _costs(result: results.Result) -> Figure:
 def main() -> None:
     wanted = page()
     if sys.argv[1:] == ["--check"]:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != wanted:
+        files = {PAGE: wanted} | {PAGE.with_name(f"{name}.svg"): picture for name, picture in pictures().items()}
+        if any(not path.exists() or path.read_text(encoding="utf-8") != content for path, content in files.items()):
             sys.exit(f"{PAGE} is not what the stored results say; run: python -m benchmarks.performance_page")
     elif sys.argv[1:]:
         sys.exit("usage: python -m benchmarks.performance_page [--check]")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,14 +53,15 @@ def _without_new_processes() -> None:
     """In the fork, which is thrown away: nothing is put back."""
     fork: Callable[[str | None], Any] = multiprocessing.get_context
     multiprocessing.get_context = lambda kind=None: fork("forkserver" if kind == "spawn" else kind)  # type: ignore[assignment]
-    runs.execute = lambda arguments, cores: (estr(arguments), "")
+    one = ["--set", "runtime.learner_threads=1"]  # a fork has none of the threads that torch believes in
+    runs.execute = lambda arguments, cores: (estr([*arguments, *one]), "")
 
 
 def test_a_run_of_a_benchmark_that_fails_says_why(tmp_path: Path) -> None:
     """The one run in a process of its own."""
     config = write_config(tmp_path / "config.toml", task={"name": "no-such-task"})
     with pytest.raises(SystemExit, match="no-such-task"):
-        runs.train(config.read_text(), tmp_path, cores={0})
+        runs.train(config.read_text(), tmp_path, cores={min(os.sched_getaffinity(0))})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from estr.config import RolloutConfig
 from estr.errors import RunError, UsageError
-from estr.storage import files
+from estr.storage import files, rollout_files
 from estr.storage.rollout_files import RolloutWriter, read_rollouts
 from estr.storage.rollouts import SCHEMA, Settlement, rows_from, to_table
 from estr.trajectory import Segment, Trajectory
@@ -245,3 +245,13 @@ def test_reading_without_rollouts_and_with_unknown_columns(tmp_path):
     assert read_rollouts(tmp_path, ["tokens", "none"]).column_names == ["tokens"]
     pq.write_table(pa.table({"tokens": [[1]], "other": [2]}), tmp_path / "foreign.parquet")
     assert read_rollouts(tmp_path / "foreign.parquet", ["tokens", "none"]).column_names == ["tokens"]
+
+
+def test_a_long_run_remembers_the_newest_ids_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_files, "_REMEMBERED", 4)
+    writer = RolloutWriter(tmp_path)
+    for step in range(1, 6):
+        writer.write(step, rows(step, step=step))
+    assert len(writer._ids._ids) == len(writer._ids._order) == 4
+    with pytest.raises(RunError, match="must not be stored twice"):
+        writer.write(6, rows(5, step=6))

@@ -9,7 +9,7 @@ import torch
 
 from estr.models import load_model, resolve_model
 from estr.runtime.builders import build_rollout_worker, build_task
-from estr.runtime.messages import Finished, Job
+from estr.runtime.messages import Failed, Finished, Job
 from estr.storage.run_directory import RunDirectory
 
 
@@ -20,6 +20,7 @@ def engine_alone(run: Path, in_flight: int, batch: int, batches: int) -> float:
     group or for a learner. Measured over ``batches`` of them, after as many as are in flight have finished. The weights
     are those that the run began with, the engine has one thread, and nothing is kept for a resume.
     """
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     config = RunDirectory.open(run).config()
     task = build_task(config)
@@ -34,9 +35,12 @@ def engine_alone(run: Path, in_flight: int, batch: int, batches: int) -> float:
             begun += 1
         if worker.idle:
             time.sleep(0.001)
-        finished += sum(isinstance(result, Finished) for result in worker.tick())
+        for result in worker.tick():
+            assert not isinstance(result, Failed), result
+            finished += isinstance(result, Finished)
         if not start and finished >= in_flight:
             start, finished_before = time.perf_counter(), finished
     seconds = (time.perf_counter() - start) / (finished - finished_before) * batch
     worker.cancel_all()
+    torch.set_num_threads(threads)
     return seconds

@@ -25,9 +25,10 @@ STEPS = 60  # simulated, of which the first third is left out
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds a step that nobody can be faster than.
+    """Seconds a step below which the run could not have gone.
 
-    ``waiting``: for trajectories and the learner, with engines that are never busy; ``engines``: their own work.
+    ``waiting``: for trajectories and the learner, with engines that are never busy; ``engines``: their own work. Decode
+    steps and the learner's passes took what they took in the run, each beside the other.
     """
 
     waiting: float

@@ -98,7 +98,7 @@ class Driver:
 
         Raises:
             UsageError: a run directory of that name was made from another configuration.
-            Interrupted: SIGINT or SIGTERM came; the runs have written their checkpoints.
+            Interrupted: SIGINT, SIGTERM or SIGHUP came; the runs have written their checkpoints.
         """
         statuses = [self._status(run) for run in runs]
         waiting = [status for status in statuses if status.state == "waiting" and self.train]

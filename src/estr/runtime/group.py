@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from estr.errors import RunError
 from estr.runtime.handles import environment
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
@@ -53,7 +54,10 @@ class Meeting:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self.host, self.port))  # sends nothing
             own = probe.getsockname()[0]
-        return next(name for _, name in socket.if_nameindex() if _address(name) == own)
+        for _, name in socket.if_nameindex():
+            if _address(name) == own:
+                return name
+        raise RunError(f"no network device has {own} as its first address, from which {self.host} would be reached")
 
     def device(self, rank: int, ranks: int) -> torch.device:
         """Where a rank computes: a GPU of its own where there are as many as ranks, else the CPU."""

@@ -214,8 +214,9 @@ def environment(**values: str) -> Iterator[None]:
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
     """A process started inside begins with signals blocked, so that a Ctrl-C cannot reach it before it ignores them."""
-    resource_tracker.ensure_running()  # starting it would unblock them
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # the tracker ignores the others by itself,
+    resource_tracker.ensure_running()  # and starting it would unblock them
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:

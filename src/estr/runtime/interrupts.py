@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP: the first asks for a checkpoint and a stop, the second stops at once."""
+"""SIGINT, SIGTERM and SIGHUP: the first asks for a checkpoint and a stop, a second of the others stops at once."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ class Interrupts:
             raise Interrupted("interrupted")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._asked and number == signal.SIGHUP:
+            return  # a terminal that is closed sends it twice
         if self._asked or self.immediate:
             raise StopNow
         self._asked = True

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from estr.config import Config
-from estr.environments.base import Problem
+from estr.environments.base import Problem, Task
+from estr.runtime.builders import training_problem
 from estr.runtime.messages import Finished, KeptTurn, Progress
 from estr.runtime.selecting import group_size
 from estr.schedule import Group, Ticket
@@ -129,6 +130,12 @@ class RunJournal:
             self._ledger.forget_groups(redo_from)
             self._dropped = [one for one in self._dropped if one.trajectory.group < redo_from]
         return self._backlog()
+
+    def check_backlog(self, backlog: Backlog, task: Task) -> None:
+        """Refuse, before anything is issued, a task or a group size that are not those of the groups in flight."""
+        for number in [*backlog.partial, *backlog.unstarted]:
+            task_id = training_problem(task, number).task_id
+            self._ledger.check_group(number, group_size(self._config, number), task_id)
 
     def _backlog(self) -> Backlog:
         backlog = Backlog()

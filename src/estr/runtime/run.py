@@ -81,7 +81,6 @@ class Run:
         with parts.accounting.learner("wait", version):
             groups = parts.collector.next_batch(version)
         parts.collecting = None
-        parts.accept()
         return groups
 
     def _train_batch(self, groups: Sequence[Group]) -> None:

@@ -92,7 +92,6 @@ class Parts:
     trackers: list[Tracker]
     canary_tokens: list[int]
     rollbacks: Rollbacks
-    accept: Callable[[], None]  # write down what has changed since the run was started: nothing refuses it any more
     published: int = -1
     collecting: int | None = None  # while a rollout batch is waited for: the first group admitted since the last one
 
@@ -150,6 +149,9 @@ def prepared(
     _check_first_problems(config, task, loaded)
     reference = load_model(base, "float32", config.model.trust_remote_code).model if needs_reference(config) else None
     with ExitStack() as stack:
+        ledger = Ledger(directory)
+        stack.callback(ledger.close)
+        ledger.check_whole()
         cluster = stack.enter_context(_cluster(config, loaded))
         others = None
         if config.learner.ranks > 1:
@@ -169,9 +171,6 @@ def prepared(
         pool = _make_pool(config, cluster, task, loaded, learner.weights(), path, position, directory.spool)
         stack.callback(pool.close)
         interrupts.immediate = False
-        ledger = Ledger(directory)
-        stack.callback(ledger.close)
-        ledger.check_whole()
         rollouts.after_store = ledger.move_log
         journal = RunJournal(config, ledger, rollouts, position.step)
         journal.dropped_groups = position.dropped_groups
@@ -196,6 +195,8 @@ def prepared(
         redo_from = position.next_group if config.schedule.mode == "lockstep" else None
         schedule.next_group = ledger.next_group if redo_from is None else redo_from
         backlog = journal.rewind(position.step, position.ledger, redo_from=redo_from)
+        journal.check_backlog(backlog, task)
+        record.accept()
         # Only now: the ledger may refuse to go back, and then nothing may be gone.
         for writer in (metrics, timeline, rollouts, log):
             writer.withdraw_after(position.step)
@@ -222,7 +223,6 @@ def prepared(
             trackers=make_trackers(config.run.trackers, directory.path, stack),
             canary_tokens=_canary(loaded),
             rollbacks=Rollbacks(directory, config),
-            accept=record.accept,
         )
 
 

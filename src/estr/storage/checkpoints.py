@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from estr.errors import RunError
 from estr.storage import encoding
-from estr.storage.files import disk_errors, sync_directory, sync_file, write_atomic
+from estr.storage.files import disk_errors, rust_error, sync_directory, sync_file, write_atomic
 from estr.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def _writing(target: Path) -> Iterator[None]:
         try:
             yield
         except SafetensorError as error:
-            if "os error" in str(error):
+            if rust_error(error) is not None:
                 raise
             raise RunError(f"cannot write the checkpoint {target}: {error}") from error
 

@@ -30,7 +30,7 @@ _CAUSES = {
 def disk_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn an ``OSError`` inside the block into a ``RunError``: ``cannot <action> <path>: <cause>``.
 
-    So with what libraries written in Rust raise in its place: any exception whose text ends in ``(os error N)``.
+    So with what libraries written in Rust raise in its place: any exception whose text holds ``(os error N)``.
     """
     try:
         yield
@@ -40,11 +40,16 @@ def disk_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
         cause = _CAUSES.get(error.errno or 0) or error.strerror or str(error) or type(error).__name__
         raise RunError(f"cannot {action} {os.fspath(path)}: {cause}") from error
     except Exception as error:
-        number = _RUST_ERROR.search(str(error))
-        if number is None:
+        if (number := rust_error(error)) is None:
             raise
-        cause = _CAUSES.get(int(number[1])) or os.strerror(int(number[1]))
+        cause = _CAUSES.get(number) or os.strerror(number)
         raise RunError(f"cannot {action} {os.fspath(path)}: {cause}") from error
+
+
+def rust_error(error: Exception) -> int | None:
+    """The number of the system's error that an exception of a Rust library tells of; None where it tells of none."""
+    number = _RUST_ERROR.search(str(error))
+    return None if number is None else int(number[1])
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -146,7 +146,7 @@ class Ledger(LedgerDatabase):
         with self.batch():
             name = trajectory_id(group, *siblings[0][:2])
             if not self._change(name, GROUP, *about):
-                self._check_group(*about[:3])
+                self.check_group(*about[:3])
             if len(rows) == 1 or not self._issue_together(rows):
                 for row in rows:
                     self._issue(*row)
@@ -255,6 +255,15 @@ class Ledger(LedgerDatabase):
             for (name,) in live:
                 self.drop(name, reason, step)
             return [self.load(name) for (name,) in live]
+
+    def check_group(self, number: int, size: int, task_id: str) -> None:
+        """Raises RunError where a group that was issued is of another size or of another problem."""
+        ((known_size, known_id),) = self._query("SELECT size, task_id FROM groups WHERE number = ?", number)
+        if (known_size, known_id) != (size, clean_text(task_id)):
+            raise RunError(
+                f"the ledger {self.path} has group {number} as {known_size} trajectories of problem {known_id!r}, "
+                f"not {size} of {task_id!r}; were the task or rollout.group_size changed?"
+            )
 
     # ------------------------------------------------------------------ questions
 
@@ -404,14 +413,6 @@ class Ledger(LedgerDatabase):
 
     def _unknown(self, name: str) -> RunError:
         return RunError(f"the ledger {self.path} does not know the trajectory {name}: it was never issued")
-
-    def _check_group(self, number: int, size: int, task_id: str) -> None:
-        known = self._run("SELECT size, task_id FROM groups WHERE number = ?", number).fetchone()
-        if known != (size, task_id):
-            raise RunError(
-                f"the ledger {self.path} has group {number} as {known[0]} trajectories of problem {known[1]!r}, "
-                f"not {size} of {task_id!r}; were the task or rollout.group_size changed?"
-            )
 
     def _check_whole(self, groups: set[int]) -> None:
         short = self._run(_SHORT_GROUP, json.dumps(sorted(groups))).fetchone()

@@ -85,8 +85,8 @@ def _is_locked(path: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno == errno.EWOULDBLOCK
     finally:
         os.close(descriptor)
     return False
@@ -94,7 +94,10 @@ def _is_locked(path: Path) -> bool:
 
 def _locked_directory(path: Path) -> int | None:
     """A descriptor that holds the lock of a directory; None where its file system has none for directories."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
     try:
         _lock_patiently(descriptor)
     except OSError as error:

@@ -7,7 +7,8 @@ import os
 import queue
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ from estr.storage.files import disk_errors, remove_leftovers, sync_directory, wr
 from estr.storage.rollouts import SCHEMA, Row, Settled, to_table
 
 _NAME = re.compile(r"step-(\d{6,})(?:\.\d+)?(-finished)?\.parquet")
+_REMEMBERED = 16_384  # ids of stored rows
 _WAIT = 300.0  # seconds a foreground call waits for the background thread
 
 
@@ -36,7 +38,7 @@ class RolloutWriter:
         with disk_errors("write to", self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.directory)
-        self._known: set[str] | None = None
+        self._known: _Newest | None = None
         self._worker = _Worker(self._store) if background else None
         self.after_store: Callable[[], None] = lambda: None
 
@@ -71,14 +73,14 @@ class RolloutWriter:
             for path in withdrawn:
                 path.unlink()
             sync_directory(self.directory)
-        self._known = _stored_ids(self.directory)
+        self._known = _Newest(_stored_ids(self.directory))
         return len(withdrawn)
 
     @property
-    def _ids(self) -> set[str]:
-        """Ids of the rows that are stored; read only when files that a resume withdraws are gone."""
+    def _ids(self) -> _Newest:
+        """Ids of rows that are stored; read only when files that a resume withdraws are gone."""
         if self._known is None:
-            self._known = _stored_ids(self.directory)
+            self._known = _Newest(_stored_ids(self.directory))
         return self._known
 
     def flush(self) -> None:
@@ -100,7 +102,7 @@ class RolloutWriter:
             if state == "trained" and trained != step:
                 raise ValueError(f"{name} was trained in step {trained}, not in step {step}")
             fresh.add(name)
-        self._ids.update(fresh)
+        self._ids.add(fresh)
 
     def _submit(self, step: int, suffix: str, entries: list[Row | Settled]) -> None:
         if self._worker is not None:
@@ -119,7 +121,7 @@ class RolloutWriter:
                 write_atomic(path, buffer.getvalue())
         except RunError:
             path.unlink(missing_ok=True)  # where only the directory could not be synced
-            self._ids.difference_update(row["trajectory_id"] for row in rows)
+            self._ids.forget(row["trajectory_id"] for row in rows)
             raise
         self.after_store()
 
@@ -202,8 +204,32 @@ def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0]
 
 
-def _stored_ids(directory: Path) -> set[str]:
-    ids: set[str] = set()
+class _Newest:
+    """The newest ids of stored rows. All of them would fill the memory of a long run: that nothing is settled twice is
+    the ledger's word, and this a look at the rows themselves."""
+
+    def __init__(self, ids: Iterable[str]) -> None:
+        self._ids: set[str] = set()
+        self._order: deque[str] = deque()
+        self.add(ids)
+
+    def add(self, ids: Iterable[str]) -> None:
+        for name in ids:
+            self._ids.add(name)
+            self._order.append(name)
+        while len(self._order) > _REMEMBERED:
+            self._ids.discard(self._order.popleft())
+
+    def forget(self, ids: Iterable[str]) -> None:
+        self._ids.difference_update(ids)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._ids
+
+
+def _stored_ids(directory: Path) -> dict[str, None]:
+    """Ids of all stored rows, in the order of their files; raises RunError where one stands twice."""
+    ids: dict[str, None] = {}
     for path in rollout_files(directory):
         try:
             found = _read(path, ["trajectory_id"]).column("trajectory_id").to_pylist()
@@ -215,7 +241,7 @@ def _stored_ids(directory: Path) -> set[str]:
             raise RunError(
                 f"the trajectory {name} stands twice in {directory}, the second time in {path.name}: move that away"
             )
-        ids.update(found)
+        ids.update(dict.fromkeys(found))
     return ids
 
 

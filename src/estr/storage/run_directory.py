@@ -52,12 +52,14 @@ class RunDirectory:
         with disk_errors("create the run directory", target):
             target.parent.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(target)
-            aside = target.parent / f".{target.name}.new-{secrets.token_hex(6)}"
+            aside, lock = target.parent / f".{target.name}.new-{secrets.token_hex(6)}", None
             try:
                 lock = _fill(aside, config)
                 os.rename(aside, target)
             except BaseException:
                 shutil.rmtree(aside, ignore_errors=True)
+                if lock is not None:
+                    lock.release()
                 raise
             sync_directory(target.parent)
         lock.path = target / _LOCK

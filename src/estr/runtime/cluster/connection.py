@@ -156,12 +156,15 @@ def _remove_leftovers() -> None:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray installs handlers of its own; what signals mean is decided by the run."""
+    """Ray installs handlers of its own; what signals mean is decided by the run. Its processes must outlive a terminal
+    that is closed, as they are needed for the last checkpoint."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             with contextlib.suppress(ValueError):  # not the main thread: Ray installed none
                 signal.signal(number, handler)

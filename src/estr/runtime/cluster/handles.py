@@ -162,7 +162,7 @@ class EngineHandle:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(self._actor)
         if self._hello is not None:  # Ray leaves a process alone that is stopped
-            on_node(self._hello.node, self._here, _end_process, self._hello.pid)
+            on_node(self._hello.node, self._here, end_process, self._hello.pid)
 
     def join(self, timeout: float) -> None:
         """Wait until it has ended after it was asked to stop."""
@@ -191,10 +191,10 @@ def actor_ending(name: str, hello: Hello | None, error: Exception) -> str:
     return f"{name}{where} died: {' '.join(detail.split('. Some common causes')[0].split())}"
 
 
-def _end_process(pid: int) -> None:
-    """Kill an engine's process, not another that has its number by now."""
+def end_process(pid: int) -> None:
+    """Kill an actor's process, not another that has its number by now."""
     with contextlib.suppress(OSError):
-        if b"EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
 
 

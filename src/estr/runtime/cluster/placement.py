@@ -67,14 +67,14 @@ def no_room(needs: Mapping[str, float], seconds: float, what: str = "engine") ->
     )
 
 
-def check_possible(needs: Mapping[str, float]) -> None:
-    """Refuse engines that this machine can never hold."""
+def check_possible(needs: Mapping[str, float], what: str = "engine") -> None:
+    """Refuse a ``what`` that this machine can never hold."""
     total = ray.cluster_resources()
     for name, amount in needs.items():
         if amount > total.get(name, 0):
             raise UsageError(
-                f"one engine needs {_shown(needs)} (runtime.engine_threads, engine_gpus, engine_resources), but this "
-                f"machine has {_shown(total)}"
+                f"one {what} needs {_shown(needs)} (threads, GPUs and resources under runtime), but this machine has "
+                f"{_shown(total)}"
             )
 
 

@@ -17,7 +17,7 @@ from estr.config import Config
 from estr.errors import RunError
 from estr.runtime.cluster.connection import Cluster
 from estr.runtime.cluster.handles import STOP_TIMEOUT, EngineHandle, Published
-from estr.runtime.cluster.placement import engine_needs, no_room, reserve_for_driver
+from estr.runtime.cluster.placement import engine_needs, no_room
 from estr.runtime.cluster.weights import put
 from estr.runtime.handles import Watch
 from estr.runtime.messages import Died, Event, Job, Members, Ready
@@ -36,9 +36,7 @@ class RayPool(Supervision[EngineHandle]):
     same seeds, or wait for the first that is ready.
     """
 
-    def __init__(
-        self, cluster: Cluster, config: Config, model_path: str | Path, *, engines: int, learner_threads: int
-    ) -> None:
+    def __init__(self, cluster: Cluster, config: Config, model_path: str | Path, *, engines: int) -> None:
         super().__init__(config.schedule.attempts)
         self._cluster, self._engines = cluster, engines
         self._config, self._model_path = config.model_dump(), str(model_path)
@@ -47,7 +45,6 @@ class RayPool(Supervision[EngineHandle]):
         self._waiting: list[Job] = []
         self._latest: Published | None = None
         self._count = -1
-        self._learner = None if cluster.owned else reserve_for_driver(learner_threads)
         self._start_timeout = config.runtime.start_timeout
         self._watch = Watch(
             lambda: [worker for worker in self._workers if worker.placed],
@@ -184,5 +181,3 @@ class RayPool(Supervision[EngineHandle]):
         for worker in self._workers:
             worker.retire()
         self._latest = None
-        if self._learner is not None:
-            self._learner.free()

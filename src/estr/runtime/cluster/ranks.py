@@ -24,8 +24,8 @@ from estr.errors import EstrError, RunError
 from estr.learner.rank import call
 from estr.runtime.cluster.connection import Cluster
 from estr.runtime.cluster.engine import Hello, Home, hello, prepare
-from estr.runtime.cluster.handles import actor_ending
-from estr.runtime.cluster.placement import Reservation, rank_needs
+from estr.runtime.cluster.handles import actor_ending, end_process
+from estr.runtime.cluster.placement import Reservation, on_node, rank_needs
 from estr.runtime.group import Meeting, joined_group, listen
 from estr.runtime.messages import Died
 from estr.runtime.ranks import GO_ON, LAST_WORDS, RankHost, RankSpec, rank_specs
@@ -100,8 +100,15 @@ class RayRanks:
         """All of them, and this process as rank 0, in one group."""
         for rank in self._ranks:
             rank.ask("join")
-        with joined_group(meeting, 0, len(self._ranks) + 1, self._timeout, listener) as self.device:
-            self.answers()
+        with contextlib.ExitStack() as stack:
+            try:
+                group = joined_group(meeting, 0, len(self._ranks) + 1, self._timeout, listener)
+                self.device = stack.enter_context(group)
+                self.answers()
+            except EstrError:
+                raise
+            except Exception as error:
+                raise self.explain(error) or RunError(f"the ranks of the learner did not meet: {error}") from error
             yield
 
     def ask(self, name: str, arguments: Sequence[Sequence[Any]]) -> None:
@@ -145,7 +152,7 @@ class _Actor:
     """One rank as the leader sees it."""
 
     def __init__(self, spec: RankSpec, options: Mapping[str, Any]) -> None:
-        self.name = spec.name
+        self.name, self._here = spec.name, ray.get_runtime_context().get_node_id()
         remote = ray.remote(concurrency_groups={"beside": 1})(RankActor)
         self._actor: Any = remote.options(**options).remote(spec, Home.here())
         self._life = self._actor.live.remote()
@@ -171,7 +178,7 @@ class _Actor:
         """Why it failed or how it ended; None while it works."""
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             try:
-                self.answer(0.1, "")
+                self.answer(LAST_WORDS, "its last words")
             except RunError as error:
                 return str(error)
         return self.ended()
@@ -192,6 +199,8 @@ class _Actor:
     def end(self) -> None:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._actor)
+        if self.hello is not None:  # Ray leaves a process alone that is stopped
+            on_node(self.hello.node, self._here, end_process, self.hello.pid)
         with contextlib.suppress(ray.exceptions.RayError):
             ray.wait([self._life], timeout=_STOP_TIMEOUT)
 

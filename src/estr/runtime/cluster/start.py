@@ -20,11 +20,11 @@ def ray_cluster(config: Config, weights: Iterable[Tensor], *, engines: int, lear
     """The cluster of a run: joined and left again, or started on this machine and ended.
 
     One that is started has room for the engines, for the learner's further ranks, and for the ``weights`` of some
-    versions.
+    versions; in one that is joined, room for the learner's threads is reserved on this node, where it has some.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        UsageError: the cluster that is to be joined cannot be.
+        UsageError: the cluster that is to be joined cannot be, or this machine has not what an engine or rank needs.
         RunError: no cluster could be started.
     """
     runtime, lockstep = config.runtime, config.schedule.mode == "lockstep"
@@ -37,9 +37,20 @@ def ray_cluster(config: Config, weights: Iterable[Tensor], *, engines: int, lear
         resources={name: amount * engines for name, amount in runtime.engine_resources.items()},
         store=int(runtime.object_store * 2**30) or _SPARE_STORE + size * (_window(config) + 3 if lockstep else 4),
     )
+    driver = None
     try:
+        from estr.runtime.cluster.placement import check_possible, engine_needs, rank_needs, reserve_for_driver
+
+        if not cluster.owned:
+            driver = reserve_for_driver(learner_threads)
+        else:
+            check_possible(engine_needs(runtime, threads))
+            if further:
+                check_possible(rank_needs(runtime, learner_threads), "rank of the learner")
         yield cluster
     finally:
+        if driver is not None:
+            driver.free()
         cluster.close()
 
 
@@ -56,21 +67,15 @@ def ray_pool(
 
     ``older`` are versions that a resumed lockstep run still samples from.
 
-    Raises:
-        UsageError: this machine has not what one engine needs.
-        RunError: no engine could be placed or started.
+    Raises RunError where no engine could be placed or started.
     """
-    from estr.runtime.cluster.placement import check_possible, engine_needs
-
     threads = _engine_threads(config, learner_threads)
-    if cluster.owned:
-        check_possible(engine_needs(config.runtime, threads))
     if config.schedule.mode == "lockstep":
         return _lockstep(config, model_path, older, engines=engines, threads=threads)
     from estr.runtime.cluster.pool import RayPool
 
     follow = not cluster.owned and not config.runtime.engines
-    return RayPool(cluster, config, model_path, engines=0 if follow else engines, learner_threads=learner_threads)
+    return RayPool(cluster, config, model_path, engines=0 if follow else engines)
 
 
 def _engine_threads(config: Config, learner_threads: int) -> int:

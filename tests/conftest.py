@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import estr.report
+import estr.report.page
 
 DRAW_REPORTS = (
     "test_cli_commands",
@@ -43,4 +43,4 @@ def drawn_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         return output
 
     if not request.module.__name__.startswith(DRAW_REPORTS):
-        monkeypatch.setattr(estr.report, "write_report", write_page)
+        monkeypatch.setattr(estr.report.page, "build_page", write_page)

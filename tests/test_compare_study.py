@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +17,19 @@ from estr.compare.plan import Cell, Plan, baseline_of, entries_of, points_of, sl
 from estr.compare.study import read_study, set_argument, without_section
 from estr.compare.tuning import candidates, tuning_seeds
 from estr.errors import UsageError
+from estr.objectives.objective import RECIPES
 from test_compare_driver import scripted
 
 BASE = '[run]\nsteps = 4\n[schedule]\nmode = "lockstep"\n'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table_of_recipes() -> Iterator[None]:
+    """Studies with methods of their own add them to the table of this process, where other tests must not find them."""
+    before = dict(RECIPES)
+    yield
+    RECIPES.clear()
+    RECIPES.update(before)
 
 
 def write(folder: Path, compare: str, base: str = BASE) -> Path:

@@ -289,20 +289,28 @@ class Nodes:
         self._cluster.shutdown()
 
 
-class Elastic(Ran):
-    """Begins with one node for engines; another joins after step 2; the first is lost after step 5."""
+class OnNodes(Ran):
+    """A run on nodes of its own, which end with it."""
 
-    def __init__(self, path: Path, changes: dict[str, dict[str, Any]]) -> None:
-        self._nodes = Nodes(path.parent)
-        self._first = self._nodes.add()
-        runtime = changes["runtime"] | {"engines": 0, "address": self._nodes.address}
-        super().__init__(path, changes | {"runtime": runtime})
+    def __init__(self, nodes: Nodes, path: Path, changes: dict[str, dict[str, Any]]) -> None:
+        self._nodes = nodes
+        super().__init__(path, changes)
 
     def go(self) -> Told:
         try:
             return super().go()
         finally:
             self._nodes.shutdown()
+
+
+class Elastic(OnNodes):
+    """Begins with one node for engines; another joins after step 2; the first is lost after step 5."""
+
+    def __init__(self, path: Path, changes: dict[str, dict[str, Any]]) -> None:
+        nodes = Nodes(path.parent)
+        self._first = nodes.add()
+        runtime = changes["runtime"] | {"engines": 0, "address": nodes.address}
+        super().__init__(nodes, path, changes | {"runtime": runtime})
 
     def after(self, step: int) -> None:
         self.told.engines.append(len(self.pids))
@@ -314,20 +322,14 @@ class Elastic(Ran):
             self.until(lambda: len(self.pids) == 1, "the end of the engine on the node that was lost")
 
 
-class RankElsewhere(Ran):
+class RankElsewhere(OnNodes):
     """The head has room for nobody: engine and second rank are each on a node of its own."""
 
     def __init__(self, path: Path, changes: dict[str, dict[str, Any]]) -> None:
-        self._nodes = Nodes(path.parent, head_cpus=0)
+        nodes = Nodes(path.parent, head_cpus=0)
         for _ in range(2):
-            self._nodes.add()
-        super().__init__(path, changes | {"runtime": changes["runtime"] | {"address": self._nodes.address}})
-
-    def go(self) -> Told:
-        try:
-            return super().go()
-        finally:
-            self._nodes.shutdown()
+            nodes.add()
+        super().__init__(nodes, path, changes | {"runtime": changes["runtime"] | {"address": nodes.address}})
 
     def after(self, step: int) -> None:
         if step == 1:

@@ -12,7 +12,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from estr.learner.rank import Rank
 
 _PRELOADED = ("estr.runtime.ranks", "estr.learner.rank", "torch.distributed.fsdp", "torch.distributed.device_mesh")
-LAST_WORDS = 5.0  # seconds that a rank which broke a collective has to say why
+_LAST_WORDS = 5.0  # seconds that a rank which broke a collective has to say why
 GO_ON = "`estr resume` goes on from the last checkpoint"
 
 
@@ -149,18 +149,7 @@ class RankProcesses:
         return [rank.receive(self._timeout) for rank in self._ranks]
 
     def explain(self, error: Exception) -> EstrError | None:
-        deadline = time.monotonic() + LAST_WORDS
-        while time.monotonic() < deadline:
-            for rank in self._ranks:
-                if (reason := rank.last_words()) is not None:
-                    return RunError(reason)
-            time.sleep(0.05)
-        if "imed out" in str(error):
-            return RunError(
-                f"the ranks of the learner waited {self._timeout:g} s for each other (learner.rank_timeout); one of "
-                f"them hangs, or a micro-batch takes longer than that; {GO_ON}"
-            )
-        return None
+        return explained(error, [rank.last_words for rank in self._ranks], self._timeout)
 
     def check(self) -> None:
         for rank in self._ranks:
@@ -180,6 +169,23 @@ class RankProcesses:
         deadline = time.monotonic() + STOP_TIMEOUT
         for rank in self._ranks:
             rank.end(max(0.0, deadline - time.monotonic()))
+
+
+def explained(error: Exception, last_words: Sequence[Callable[[], str | None]], timeout: float) -> EstrError | None:
+    """Why a collective failed: the first ``last_words`` of a rank that says any soon, or that one kept the others
+    waiting for ``timeout`` seconds; None where neither is so."""
+    deadline = time.monotonic() + _LAST_WORDS
+    while time.monotonic() < deadline:
+        for words in last_words:
+            if (reason := words()) is not None:
+                return RunError(reason)
+        time.sleep(0.05)
+    if "imed out" in str(error):
+        return RunError(
+            f"the ranks of the learner waited {timeout:g} s for each other (learner.rank_timeout); one of them hangs, "
+            f"or a micro-batch takes longer than that; {GO_ON}"
+        )
+    return None
 
 
 class _Process:

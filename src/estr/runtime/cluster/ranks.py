@@ -11,7 +11,6 @@ import os
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from estr.runtime.cluster.handles import actor_ending, end_process
 from estr.runtime.cluster.placement import Reservation, on_node, rank_needs
 from estr.runtime.group import Meeting, joined_group, listen
 from estr.runtime.messages import Died
-from estr.runtime.ranks import GO_ON, LAST_WORDS, RankHost, RankSpec, rank_specs
+from estr.runtime.ranks import GO_ON, RankHost, RankSpec, explained, rank_specs
 
 _STOP_TIMEOUT = 5.0
 _TO_BE_HEARD = 1.0  # seconds between a rank's last words and its end
@@ -119,18 +118,7 @@ class RayRanks:
         return [rank.answer(self._timeout, "learner.rank_timeout") for rank in self._ranks]
 
     def explain(self, error: Exception) -> EstrError | None:
-        deadline = time.monotonic() + LAST_WORDS
-        while time.monotonic() < deadline:
-            for rank in self._ranks:
-                if (reason := rank.last_words()) is not None:
-                    return RunError(reason)
-            time.sleep(0.05)
-        if "imed out" in str(error):
-            return RunError(
-                f"the ranks of the learner waited {self._timeout:g} s for each other (learner.rank_timeout); one of "
-                f"them hangs, or a micro-batch takes longer than that; {GO_ON}"
-            )
-        return None
+        return explained(error, [rank.last_words for rank in self._ranks], self._timeout)
 
     def check(self) -> None:
         for rank in self._ranks:
@@ -178,7 +166,7 @@ class _Actor:
         """Why it failed or how it ended; None while it works."""
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             try:
-                self.answer(LAST_WORDS, "its last words")
+                self.answer(_STOP_TIMEOUT, "its last words")
             except RunError as error:
                 return str(error)
         return self.ended()
